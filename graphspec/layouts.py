@@ -83,17 +83,30 @@ def decoder_rules(ours: str, theirs: str, *, fused: bool = False) -> tuple[Tenso
     return (*_matrices(ours, theirs, matrices), *_tensors(ours, theirs, norms | tensors))
 
 
+def qwen_expert_rules(ours: str, theirs: str) -> tuple[TensorRule, ...]:
+    """A gated shared expert, and experts stored in one tensor. They stand before :func:`decoder_rules`, which know experts one by one.
+
+    Args:
+        ours, theirs: as there.
+    """
+    names = {
+        "mlp.shared_experts.gate_up_proj.weight": "mlp.shared_expert.gate_proj.weight mlp.shared_expert.up_proj.weight",
+        "mlp.shared_experts.down_proj.weight": "mlp.shared_expert.down_proj.weight",
+        "mlp.shared_gate.weight": "mlp.shared_expert_gate.weight",
+        "mlp.gate_up_EFH": "mlp.experts.gate_up_proj",
+        "mlp.down_EHF": "mlp.experts.down_proj",
+    }
+    return _tensors(ours, theirs, names)
+
+
 def _hybrid_rules(*projections: str) -> tuple[TensorRule, ...]:
-    """A gated delta net with its projections in this order, and a shared expert. They stand before the rules of other decoders."""
+    """A gated delta net with its projections in this order, and Qwen's experts."""
     names = {
         "self_attn.in_proj.weight": " ".join(f"linear_attn.{name}.weight" for name in projections),
         "self_attn.conv_weight_E1O": "linear_attn.conv1d.weight",
         **{f"self_attn.{name}": f"linear_attn.{name}" for name in ("A_log", "dt_bias", "norm.weight", "out_proj.weight")},
-        "mlp.shared_experts.gate_up_proj.weight": "mlp.shared_expert.gate_proj.weight mlp.shared_expert.up_proj.weight",
-        "mlp.shared_experts.down_proj.weight": "mlp.shared_expert.down_proj.weight",
-        "mlp.shared_gate.weight": "mlp.shared_expert_gate.weight",
     }
-    return _tensors("layers.*.", "model.layers.*.", names)
+    return (*_tensors("layers.*.", "model.layers.*.", names), *qwen_expert_rules("layers.*.", "model.layers.*."))
 
 
 def _ssm_rules(ours: str, theirs: str) -> tuple[TensorRule, ...]:
@@ -127,7 +140,6 @@ FUSED_LAYOUT = _target(fused=True)
 
 QWEN3_5_LAYOUT = _target(
     *_hybrid_rules("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
-    *_tensors("layers.*.mlp.", "model.layers.*.mlp.experts.", {"gate_up_EFH": "gate_up_proj", "down_EHF": "down_proj"}),
     renamed=(("model.language_model.", "model."),),
     unread=("model.visual.",),
 )

@@ -374,9 +374,8 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
     limits = (draft.num_heads, draft.max_steps) if draft else (1, None)
     shape = resolve_shape(variant, config.variant, target.family, *limits)
     max_context = config.model.max_context or target.max_position_embeddings
-    longest = int(target.max_position_embeddings * (target.rope.factor if target.rope.kind == "dynamic" else 1))
-    if max_context > longest:
-        raise ConfigError("model.max_context", f"at most the checkpoint's {longest}", max_context)
+    if max_context > target.longest_context:
+        raise ConfigError("model.max_context", f"at most the checkpoint's {target.longest_context}", max_context)
     entries = {"target": shape.accept_width, "draft": max((run.rows for run in draft.passes(shape)[:1]), default=0) if draft else 0}
     for whose, model in (("target", target), ("draft", draft.decoder if draft else None)):
         narrowest = min((window for window in model.sliding_window if window is not None), default=None) if model else None
@@ -430,7 +429,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
 
     chosen = resolve_runtime(runtime.name, device)
     kernels = config.kernels.mode if config.kernels.mode != "auto" else chosen.kernels
-    draft_context = draft.decoder.max_position_embeddings if draft else max_context
+    draft_context = draft.decoder.longest_context if draft else max_context
     if draft_context < max_context:
         logger.warning("the draft was made for %d positions, the context is %d: rows past them decode plainly", draft_context, max_context)
     lookback = draft.num_heads - 1 if draft else 0

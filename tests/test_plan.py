@@ -7,7 +7,7 @@ import math
 import re
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphspec.catalog import resolve_variant
-from graphspec.config import Config, VariantConfig
+from graphspec.config import Config, ModelConfig, VariantConfig
 from graphspec.engine.arguments import engine_config
 from graphspec.errors import ConfigError
+from graphspec.facts import RopeFacts
 from graphspec.facts.families import LLAMA, Family, find_family
 from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.plan import make_plan, resolve_shape
@@ -237,6 +238,16 @@ def test_pages_and_context_that_do_not_fit() -> None:
     refused("runtime.num_pages", "at least 3 pages of 4", 2, lambda: plan(shape=(3, 3, 10), runtime={"page_size": 4, "num_pages": 2}))
     refused("model.max_context", "at most the checkpoint's 64", 65, lambda: plan(max_context=65))
     assert plan(max_context=64).max_context == plan().max_context == 64
+    yarn = RopeFacts(1e4, "yarn", 4.0, 64)
+    longer = Config(model=ModelConfig(path="tiny", max_context=256))
+    head = replace(draft_facts(), decoder=model_facts(num_layers=1, rope=yarn))
+    made = make_plan(longer, model_facts(rope=yarn), head, device="cpu")
+    assert (made.max_context, made.draft_context) == (256, 256)
+    assert make_plan(Config(), model_facts(rope=yarn), draft_facts(), device="cpu").max_context == 64
+    too_long = replace(longer, model=replace(longer.model, max_context=257))
+    refused(
+        "model.max_context", "at most the checkpoint's 256", 257, lambda: make_plan(too_long, model_facts(rope=yarn), head, device="cpu")
+    )
 
 
 def test_what_only_some_devices_can_do() -> None:

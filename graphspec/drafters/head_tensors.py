@@ -10,6 +10,7 @@ import torch
 
 from ..layouts import PREDICTION_HEADS, Layout
 from ..models.checkpoint import Checkpoint, Progress, fill
+from ..models.target import target_checkpoint, vocabulary_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -59,6 +60,34 @@ def settle_decoder(checkpoint: Checkpoint, decoder: ModelFacts) -> ModelFacts:
     )
 
 
+class TargetVocabulary:
+    """Embedding and language-model head in the target's files, to which a draft's copies of them are compared.
+
+    Without tensors of the target, for a plan, every copy passes for one. On the device ``meta`` nothing is logged.
+    """
+
+    def __init__(self, target: ModelFacts, device: torch.device | str) -> None:
+        self._logs = torch.device(device).type != "meta"
+        self._checkpoint = target_checkpoint(target) if Checkpoint.is_there(target.path) else None
+        self._names: dict[str, str] = {}
+        if self._checkpoint is not None:
+            names = dict(zip(("embed_tokens", "lm_head"), vocabulary_tensors(target, self._checkpoint), strict=True))
+            there = [name for name in names.values() if name in self._checkpoint]
+            # A target that ties them may have only one.
+            self._names = {part: name if name in there else there[0] for part, name in names.items() if there}
+
+    def differs(self, checkpoint: Checkpoint, name: str, part: str) -> bool:
+        """Whether an existing tensor of a draft is another matrix than the target's ``part``, its dtype aside; it is logged then."""
+        if self._checkpoint is None or part not in self._names:
+            return False
+        theirs = self._names[part]
+        if checkpoint.equals(name, self._checkpoint, theirs, rounded=True):
+            return False
+        if self._logs:
+            _LOG.warning("%s differs from the target's %s; the draft keeps its own", checkpoint.key(name), self._checkpoint.key(theirs))
+        return True
+
+
 def fill_head(
     draft: DraftNetwork,
     checkpoint: Checkpoint,
@@ -67,12 +96,15 @@ def fill_head(
     dtype: torch.dtype,
     device: torch.device | str,
     progress: Progress | None,
+    copies: Collection[str] = (),
 ) -> None:
     """Load every parameter but the ``shared`` ones, which the target has loaded, and move the RoPE table to ``device``.
+
+    ``copies``: tensors that may be there and were found to be the target's.
 
     Raises:
         CheckpointError: a tensor that is missing, superfluous, or of another shape or dtype; a damaged file.
     """
     own = [name for name, _ in draft.named_parameters(remove_duplicate=False) if name not in shared]
-    fill(draft, checkpoint, layout, own, set(), dtype, torch.device(device), progress)
+    fill(draft, checkpoint, layout, own, set(copies), dtype, torch.device(device), progress)
     draft.rotary.to(device)  # alone: moving the whole module would move what it shares with the target

@@ -30,7 +30,8 @@ class DraftFacts:
 
     path: Path
     decoder: ModelFacts
-    """The layers that have KV in the draft pool; RoPE and context are the draft's own, ``vocab_size`` the target's."""
+    """The layers that have KV in the draft pool; RoPE and context are the draft's own, ``vocab_size`` the target's, or less with
+    ``begins_vocabulary``."""
     draft_vocab_size: int
     """Vd: columns of its logits."""
     target_hidden_size: int
@@ -41,6 +42,9 @@ class DraftFacts:
     Empty with a feature: the target's hidden state after its final norm."""
     num_heads: int = 1
     """Prediction heads with layers of their own, one per draft step; 1: one network is applied over and over."""
+
+    begins_vocabulary: bool = False
+    """Its vocabulary is smaller than the target's and that one's beginning."""
 
     max_steps: int | None = None
     """Most levels it can draft; None: the shape says."""

@@ -139,6 +139,10 @@ class Family:
     """MLPs and experts are ``down(relu(up x)^2)``, without a gate (arXiv 2109.08668)."""
     rotates: bool | None = True
     """Queries and keys are rotated; None: ``position_embedding_type`` says whether."""
+    ties: bool = True
+    """``tie_word_embeddings`` may say that the language-model head is the embedding; otherwise the key means nothing."""
+    max_positions: int | None = None
+    """``max_position_embeddings`` of a config that doesn't say, as in transformers; None: the key is required."""
     multipliers: Callable[[Keys], Multipliers] | None = None
     """Reads constants that streams are multiplied by; None: there are none."""
 
@@ -155,11 +159,29 @@ class Family:
 
 
 LLAMA = Family(
-    name="llama", architectures=("LlamaForCausalLM",), attention_bias="stated", mlp_bias=True, multi_head=True, drafts_trees=True
+    name="llama",
+    architectures=("LlamaForCausalLM",),
+    attention_bias="stated",
+    mlp_bias=True,
+    multi_head=True,
+    max_positions=2048,
+    drafts_trees=True,
 )
-QWEN2 = Family(name="qwen2", architectures=("Qwen2ForCausalLM", "MiMoForCausalLM"), attention_bias="qkv", window=window_by_layer)
+QWEN2 = Family(
+    name="qwen2",
+    architectures=("Qwen2ForCausalLM", "MiMoForCausalLM"),
+    attention_bias="qkv",
+    window=window_by_layer,
+    max_positions=32768,
+)
 QWEN3 = Family(
-    name="qwen3", architectures=("Qwen3ForCausalLM",), attention_bias="stated", qk_norm="head", head_dim=128, window=window_by_layer
+    name="qwen3",
+    architectures=("Qwen3ForCausalLM",),
+    attention_bias="stated",
+    qk_norm="head",
+    head_dim=128,
+    window=window_by_layer,
+    max_positions=32768,
 )
 QWEN3_5 = Family(
     name="qwen3_5",
@@ -173,6 +195,7 @@ QWEN3_5 = Family(
     partial_rotary=0.25,
     recurrent=read_gated_delta,
     nested="text_config",
+    max_positions=32768,
 )
 """Three gated delta nets to one gated attention; of models that also see images, the language model."""
 QWEN3_NEXT = replace(
@@ -203,6 +226,8 @@ NEMOTRON_H = Family(
     experts=read_nemotron_experts,
     squared_relu=True,
     rotates=False,
+    ties=False,
+    max_positions=4096,
 )
 """Mamba-2, attention, MLP or experts, one of them in each layer (arXiv 2504.03624)."""
 GRANITE_HYBRID = Family(
@@ -215,6 +240,7 @@ GRANITE_HYBRID = Family(
     recurrent=read_granite_ssm,
     experts=read_granite_experts,
     rotates=None,
+    max_positions=2048,
     multipliers=read_granite_multipliers,
 )
 """Granite 4: Mamba-2 or attention, then an MLP for every token, with or without experts next to it."""
@@ -228,6 +254,7 @@ BAMBA = Family(
     partial_rotary=0.5,
     usual=bamba_keys,
     recurrent=read_granite_ssm,
+    max_positions=262144,
 )
 """Mamba-2 or attention with partial rotary, then an MLP."""
 FALCON_H1 = Family(
@@ -237,6 +264,7 @@ FALCON_H1 = Family(
     multi_head=True,
     recurrent=read_falcon_ssm,
     side_by_side=True,
+    max_positions=8192,
     multipliers=read_falcon_multipliers,
 )
 """Mamba-2 and attention in every layer, over one input, then an MLP (arXiv 2507.22448)."""
@@ -248,7 +276,7 @@ KIMI_LINEAR = Family(
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA,
-    Family(name="mistral", architectures=("MistralForCausalLM",), window=partial(window_everywhere, default=4096)),
+    Family(name="mistral", architectures=("MistralForCausalLM",), window=partial(window_everywhere, default=4096), max_positions=4096 * 32),
     QWEN2,
     QWEN3,
     Family(
@@ -258,6 +286,7 @@ FAMILIES: tuple[Family, ...] = (
         qk_norm="head",
         window=window_by_flag,  # transformers knows no layers without the window here
         experts=read_qwen3_experts,
+        max_positions=32768,
     ),
     Family(
         name="deepseek_v2",
@@ -265,6 +294,7 @@ FAMILIES: tuple[Family, ...] = (
         attention_bias="stated",
         latent=partial(read_latent, interleaved_only=True),
         experts=partial(read_deepseek_experts, sigmoid=False),
+        max_positions=2048,
     ),
     Family(
         name="deepseek_v3",
@@ -272,6 +302,7 @@ FAMILIES: tuple[Family, ...] = (
         attention_bias="stated",
         latent=partial(read_latent, interleaved_only=False),
         experts=partial(read_deepseek_experts, sigmoid=True),
+        max_positions=4096,
     ),
     Family(
         name="olmo2",
@@ -281,6 +312,7 @@ FAMILIES: tuple[Family, ...] = (
         norm_after=True,
         norm="float32",
         multi_head=True,
+        max_positions=2048,
     ),
     Family(
         name="phi3",
@@ -290,6 +322,7 @@ FAMILIES: tuple[Family, ...] = (
         rope_kinds=("default",),  # transformers reads "yarn" as LongRoPE (arXiv 2402.13753) here, which is not supported
         partial_rotary=1.0,
         window=partial(window_everywhere, default=None),
+        max_positions=4096,
     ),
     QWEN3_5,
     QWEN3_NEXT,

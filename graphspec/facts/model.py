@@ -31,7 +31,7 @@ from .mamba import Mixer
 from .moe import ExpertFacts
 from .multipliers import NO_MULTIPLIERS, Multipliers
 from .recurrent import RecurrentFacts
-from .rope import NO_ROPE, RopeFacts, read_position_embedding, read_rope
+from .rope import NO_ROPE, RopeFacts, read_position_embedding, read_rope, rotating_kinds
 from .sharding import UNSHARDED, Sharding, sharding_of
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -55,6 +55,8 @@ class ModelFacts:
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
+    """The language-model head is the embedding, as the config states it. Of a checkpoint with tensors, these decide:
+    :func:`graphspec.models.target.settle_head`."""
     attention_bias: bool
     """q, k and v projections have a bias."""
     output_bias: bool
@@ -83,6 +85,8 @@ class ModelFacts:
     """Heads and widths are those of one rank; vocabulary and hidden size are the whole model's."""
     vocabulary: Sharding = UNSHARDED
     """Of embedding and language-model head."""
+    stored_vocab_size: int | None = None
+    """Rows of embedding and language-model head in the file, of which the first ``vocab_size`` are read; None: that many."""
 
     @property
     def kv_row(self) -> tuple[int, int, int]:
@@ -103,6 +107,11 @@ class ModelFacts:
         """The layer's number among the layers of its kind: in the KV pool, or in the recurrent states."""
         kind = self.is_recurrent if self.is_recurrent(layer) else self.attends
         return sum(kind(before) for before in range(layer))
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens that the model can see, with scaled RoPE."""
+        return self.rope.context(self.max_position_embeddings)
 
     @property
     def kv_layers(self) -> int:
@@ -236,7 +245,11 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
         head_dim = hidden_size // num_heads
     if head_dim % 2 or head_dim > MOST_HEAD_DIM:
         raise CheckpointError(f"{keys.where}: head_dim", f"an even number (RoPE rotates pairs), at most {MOST_HEAD_DIM}", head_dim)
-    max_position_embeddings = keys.integer("max_position_embeddings", most=MOST_POSITIONS)
+    positions = "max_position_embeddings"
+    if family.max_positions is None or keys.present(positions):
+        max_position_embeddings = keys.integer(positions, most=MOST_POSITIONS)
+    else:
+        max_position_embeddings = family.max_positions
     vocab_size = keys.integer("vocab_size", most=MOST_VOCAB)
     if family.attention_gate and not keys.flag("attn_output_gate", True):
         raise keys.error("attn_output_gate", "true")
@@ -246,10 +259,12 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
         width = experts.intermediate_size
     else:
         width = keys.integer("intermediate_size", most=MOST_WIDTH)
-    bias = family.attention_bias == "stated" and keys.flag("attention_bias", False)
+    bias = keys.flag("attention_bias", False) and family.attention_bias == "stated"
+    windows = family.window(keys, num_layers)
     rope = RopeFacts(0.0, NO_ROPE)
     if read_position_embedding(keys, family.rotates):
-        rope = read_rope(keys, max_position_embeddings, head_dim, family.rope_kinds, family.partial_rotary)
+        rotating = rotating_kinds(keys, windows)
+        rope = read_rope(keys, max_position_embeddings, head_dim, family.rope_kinds, family.partial_rotary, rotating)
     generation = path / "generation_config.json"
     eos, stated = _read_eos(keys, vocab_size), None
     if find_file(generation):
@@ -267,12 +282,12 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
         head_dim=head_dim,
         rms_norm_eps=keys.number("rms_norm_eps", most=1.0),
         max_position_embeddings=max_position_embeddings,
-        tie_word_embeddings=keys.flag("tie_word_embeddings", False),
+        tie_word_embeddings=keys.flag("tie_word_embeddings", False) and family.ties,
         attention_bias=bias or family.attention_bias == "qkv",
         output_bias=bias,
-        mlp_bias=family.mlp_bias and keys.flag("mlp_bias", False),
+        mlp_bias=keys.flag("mlp_bias", False) and family.mlp_bias,
         qk_norm=family.qk_norm != "none",
-        sliding_window=family.window(keys, num_layers),
+        sliding_window=windows,
         rope=rope,
         bos_token_id=bos,
         eos_token_ids=(eos or ()) if stated is None else stated,

@@ -82,13 +82,14 @@ def read_qwen3_next_experts(keys: Keys, num_layers: int) -> ExpertFacts:
 
 
 def read_qwen3_5_experts(keys: Keys, num_layers: int) -> ExpertFacts:
-    """Qwen3.5: as Qwen3-Next, in every layer, with another default.
+    """Qwen3.5: as Qwen3-Next, with another default. Every layer is a mixture with normalised weights, whatever keys of Qwen3-Next say.
 
     Raises:
         CheckpointError: a key that is missing, wrong or not supported.
     """
     stated = {key: value for key, value in keys.values.items() if value is not None}
-    return read_qwen3_next_experts(Keys({"num_experts_per_tok": 8, **stated}, keys.where), num_layers)
+    fixed = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return read_qwen3_next_experts(Keys({"num_experts_per_tok": 8, **stated, **fixed}, keys.where), num_layers)
 
 
 def _one_of(keys: Keys, key: str, *allowed: str) -> str:

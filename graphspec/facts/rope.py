@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..checks import LONG, brief
@@ -12,6 +13,8 @@ from .keys import MOST_POSITIONS, MOST_THETA, Keys, is_number
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 NO_ROPE = "none"
 """Kind of a model without positions: one pair of channels turns by nothing, which is the identity to the bit."""
+LAYER_KINDS = ("full_attention", "sliding_attention")
+"""Kinds of layers that rotate queries and keys, as ``layer_types`` spells them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,15 @@ class RopeFacts:
     """Part of the head that is rotated, from its first element on; the rest passes."""
     mscale_all_dim: float = 0.0
     """By which latent attention corrects its scale, see :func:`graphspec.facts.latent.read_latent`; 0: not at all."""
+
+    def context(self, max_position_embeddings: int) -> int:
+        """Positions that a model whose config states ``max_position_embeddings`` was made for, scaling included.
+
+        A config to which YaRN is added by hand, as model cards advise, keeps the number of before.
+        """
+        if self.kind == "yarn":
+            return max(max_position_embeddings, int(self.factor * self.original_max_position_embeddings))
+        return int(max_position_embeddings * (self.factor if self.kind == "dynamic" else 1))
 
     def rotary_dim(self, head_dim: int) -> int:
         """Elements of a head of ``head_dim`` that are rotated."""
@@ -90,10 +102,23 @@ def read_position_embedding(keys: Keys, family_has: bool | None) -> bool:
     return stated == "rope"
 
 
+def rotating_kinds(keys: Keys, windows: Sequence[int | None]) -> tuple[str, ...]:
+    """Kinds of layers that rotate, by which ``rope_parameters`` may be nested: those in ``layer_types``, else as the windows tell."""
+    listed = keys.values.get("layer_types")
+    if isinstance(listed, list):
+        return tuple(kind for kind in LAYER_KINDS if kind in listed)
+    return tuple(kind for kind, has in zip(LAYER_KINDS, (None in windows, any(windows)), strict=True) if has)
+
+
 def read_rope(
-    keys: Keys, max_position_embeddings: int, head_dim: int, kinds: tuple[str, ...] = ROPE_KINDS, partial_rotary: float | None = None
+    keys: Keys,
+    max_position_embeddings: int,
+    head_dim: int,
+    kinds: tuple[str, ...] = ROPE_KINDS,
+    partial_rotary: float | None = None,
+    layer_kinds: tuple[str, ...] = LAYER_KINDS[:1],
 ) -> RopeFacts:
-    """RoPE parameters in either spelling.
+    """RoPE parameters in either spelling. Nested by kind of layer, those of all kinds that the model has must be the same.
 
     Args:
         keys: of the decoder.
@@ -101,6 +126,7 @@ def read_rope(
         head_dim: elements of a head.
         kinds: of :data:`ROPE_KINDS` that are known of the model.
         partial_rotary: rotated part of a head where the config doesn't say; None: all of it, whatever the config says.
+        layer_kinds: of :data:`LAYER_KINDS` that the model has.
 
     Raises:
         CheckpointError: a kind or key that is missing, wrong or not supported.
@@ -111,10 +137,30 @@ def read_rope(
         raw = {}
     if not isinstance(raw, dict):
         raise keys.error(name, "an object or null")
-    nested = [key for key, value in raw.items() if isinstance(value, dict)]
-    if nested:
-        raise keys.error(name, "one set of parameters for all layers", "parameters per layer type are not supported")
-    rope = Keys(raw, f"{keys.where}: {name}")
+    where = f"{keys.where}: {name}"
+    nested = {key: value for key, value in raw.items() if isinstance(value, dict)}
+    if not nested:
+        return _read_one(keys, Keys(raw, where), max_position_embeddings, head_dim, kinds, partial_rotary)
+    if any(value is not None for key, value in raw.items() if key not in nested):
+        raise keys.error(name, "parameters, or an object of them for each kind of layer, not both")
+    found: dict[str, RopeFacts] = {}
+    for kind in layer_kinds or tuple(nested):
+        if kind not in nested:
+            raise Keys(raw, where).error(kind, "the parameters of this kind of layer, which the model has")
+        rope = Keys(nested[kind], f"{where}: {kind}")
+        found[kind] = _read_one(keys, rope, max_position_embeddings, head_dim, kinds, partial_rotary)
+    first, *others = found
+    for other in others:
+        if found[other] != found[first]:
+            expected, hint = f"the parameters of {first}", "RoPE that differs between kinds of layers is not supported"
+            raise CheckpointError(f"{where}: {other}", f"{expected}, {brief(nested[first], LONG)}", brief(nested[other], LONG), hint)
+    return found[first]
+
+
+def _read_one(
+    keys: Keys, rope: Keys, max_position_embeddings: int, head_dim: int, kinds: tuple[str, ...], partial_rotary: float | None
+) -> RopeFacts:
+    raw = rope.values
     kind = raw.get("rope_type", raw.get("type", "default"))
     if kind not in kinds:
         raise rope.error("rope_type" if "rope_type" in raw else "type", "one of " + ", ".join(kinds))

@@ -25,9 +25,11 @@ from torch import nn
 from ..buffers import DTYPES
 from ..catalog import Variant, load_object
 from ..errors import ConfigError
+from ..models.checkpoint import Checkpoint
 from ..models.experts import MixtureOfExperts
 from ..models.layers import Embedding
 from ..models.llama import LlamaModel
+from ..models.target import settle_head, target_checkpoint
 from ..models.token_map import apply_token_map, load_token_map
 from ..paths import user_path
 
@@ -198,7 +200,9 @@ def group_parameters(network: nn.Module, itemsize: int, leave_out: Iterable[str]
 
 
 def build_target(facts: ModelFacts, tap_layers: tuple[int, ...] = ()) -> LlamaModel:
-    """The target network without data; its facts need only a ``config.json``."""
+    """The target network without data; its facts need only a ``config.json``. Tensors that are there decide if its head is tied."""
+    if facts.tie_word_embeddings and Checkpoint.is_there(facts.path):
+        facts = settle_head(facts, target_checkpoint(facts))
     with torch.device("meta"):
         return LlamaModel(facts, tap_layers, 1)
 

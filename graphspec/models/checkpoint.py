@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, cast
@@ -32,6 +33,8 @@ _QUANTISED_HINT = "this looks like a quantised checkpoint; only float32, bfloat1
 FLOATS = ("F64", "F32", "BF16", "F16")
 INTEGERS = ("I64", "I32")
 _NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}
+_COMPARED = 2**22
+"""Numbers of two tensors that are compared at a time."""
 
 
 class Checkpoint:
@@ -49,6 +52,7 @@ class Checkpoint:
         self.path = path
         self._files: dict[Path, TensorFile] = {}
         self._tensors: dict[str, tuple[Path, str]] = {}
+        self._rows: dict[str, int] = {}
         for stored, file in self._stored().items():
             name = stored
             for theirs, ours in renamed:
@@ -58,6 +62,11 @@ class Checkpoint:
                     f"{file}: {plain(stored)}", f"{plain(name)} under one name", f"{plain(self._tensors[name][1])} as well"
                 )
             self._tensors[name] = (file, stored)
+
+    @staticmethod
+    def is_there(path: Path) -> bool:
+        """Whether a folder holds one of the files that are read."""
+        return any(find_file(path / name) for kind in _KINDS for name in kind)
 
     def _stored(self) -> dict[str, Path]:
         for single, index in _KINDS:
@@ -96,10 +105,19 @@ class Checkpoint:
         file, stored = self._tensors.get(name, (self.path, name))
         return f"{file}: {plain(stored)}"
 
+    def trim(self, name: str, rows: int) -> None:
+        """From now on an existing tensor consists of its first ``rows`` rows; the others are not read."""
+        assert rows <= self.shape(name)[0], "rows that it has"
+        self._rows[name] = rows
+
+    def _describe(self, name: str) -> tuple[tuple[int, ...], str]:
+        file, stored = self._tensors[name]
+        shape, dtype = self._open(file).describe(stored)
+        return ((self._rows[name], *shape[1:]) if name in self._rows else shape), dtype
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of an existing tensor. Reads no data."""
-        file, stored = self._tensors[name]
-        return self._open(file).describe(stored)[0]
+        return self._describe(name)[0]
 
     def narrow(self, names: Iterable[str]) -> torch.dtype | None:
         """The 16-bit dtype in which all of these tensors are stored; None: they have another dtype, or several. Reads no data."""
@@ -109,6 +127,8 @@ class Checkpoint:
     def raw(self, name: str) -> Tensor:
         """An existing tensor, as it is stored."""
         file, stored = self._tensors[name]
+        if name in self._rows:
+            return self._open(file).part(stored, 0, 0, self._rows[name])
         return self._open(file).tensor(stored)
 
     def check(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = FLOATS) -> None:
@@ -119,8 +139,7 @@ class Checkpoint:
         """
         if name not in self._tensors:
             raise CheckpointError(f"{self.path}: {name}", f"a tensor of shape {list(shape)}", "no such tensor")
-        file, stored = self._tensors[name]
-        found, dtype = self._open(file).describe(stored)
+        found, dtype = self._describe(name)
         if dtype not in dtypes:
             hint = _QUANTISED_HINT if dtype in _QUANTISED_DTYPES and dtypes == FLOATS else ""
             raise CheckpointError(self.key(name), "dtype " + " or ".join(dtypes), dtype, hint)
@@ -137,8 +156,28 @@ class Checkpoint:
         file, stored = self._tensors[name]
         return self._open(file).part(stored, dim, begin, length)
 
+    def equals(self, name: str, other: Checkpoint, theirs: str, *, rounded: bool = False) -> bool:
+        """Whether an existing tensor holds the same numbers as one of ``other``. Both are read in parts, up to the first that differs.
 
-def _sources(layout: Layout, ours: str, checkpoint: Checkpoint) -> tuple[str, ...]:
+        ``rounded``: tensors of two dtypes are equal if one is the other, rounded.
+        """
+        shape = self.shape(name)
+        if shape != other.shape(theirs):
+            return False
+        ours_fits = theirs_fits = True
+        step = max(1, _COMPARED // max(1, math.prod(shape[1:])))
+        for begin in range(0, shape[0], step):
+            length = min(step, shape[0] - begin)
+            mine, their = self.part(name, 0, begin, length), other.part(theirs, 0, begin, length)
+            ours_fits = ours_fits and torch.equal(mine.to(their.dtype), their)
+            theirs_fits = ours_fits if mine.dtype == their.dtype else theirs_fits and torch.equal(their.to(mine.dtype), mine)
+            if not (ours_fits or theirs_fits if rounded else ours_fits and theirs_fits):
+                return False
+        return True
+
+
+def tensor_sources(layout: Layout, ours: str, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """The checkpoint's tensors that make up a parameter; where a layout knows several spellings, those that are there."""
     generic, index = re.sub(r"\.\d+\.", ".*.", ours), re.search(r"\.(\d+)\.", ours)
     found = [tuple(s.replace("*", index[1] if index else "*") for s in rule.sources) for rule in layout.rules if rule.ours == generic]
     if not found:
@@ -148,7 +187,7 @@ def _sources(layout: Layout, ours: str, checkpoint: Checkpoint) -> tuple[str, ..
 
 def _blocks(layout: Layout, ours: str, parameter: Tensor, checkpoint: Checkpoint) -> list[tuple[str, ...]]:
     """Sources of a parameter, one tuple per matrix: one for each expert where there are experts."""
-    sources = _sources(layout, ours, checkpoint)
+    sources = tensor_sources(layout, ours, checkpoint)
     if not any("#" in source for source in sources):
         return [sources]
     return [tuple(source.replace("#", str(expert)) for source in sources) for expert in range(parameter.shape[0])]

@@ -2,17 +2,53 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..layouts import PREDICTION_HEADS
-from .checkpoint import Checkpoint, Progress, fill
+from ..errors import CheckpointError
+from ..layouts import PREDICTION_HEADS, TensorRule
+from .checkpoint import Checkpoint, Progress, fill, tensor_sources
 from .llama import LlamaModel
 
 if TYPE_CHECKING:
     from ..facts import ModelFacts
+
+
+_LOG = logging.getLogger(__name__)
+
+
+def target_checkpoint(facts: ModelFacts) -> Checkpoint:
+    """The tensors of a target, under the names of its family's layout."""
+    return Checkpoint(facts.path, facts.family.layout.renamed)
+
+
+def vocabulary_tensors(facts: ModelFacts, checkpoint: Checkpoint) -> tuple[str, str]:
+    """Names of the tensors of embedding and language-model head, which need not be there."""
+    embedding, head = (tensor_sources(facts.family.layout, f"{part}.weight", checkpoint)[0] for part in ("embed_tokens", "lm_head"))
+    return embedding, head
+
+
+def settle_head(facts: ModelFacts, checkpoint: Checkpoint) -> ModelFacts:
+    """The facts with ``tie_word_embeddings`` as the tensors have it: a head that equals the embedding, or isn't there, is tied.
+
+    Raises:
+        CheckpointError: no head, although the config means that the model has one of its own; a head of another shape or dtype.
+    """
+    embedding, head = vocabulary_tensors(facts, checkpoint)
+    if not facts.tie_word_embeddings:
+        if head not in checkpoint and embedding in checkpoint:
+            why = "tie_word_embeddings is not true in config.json" if facts.family.ties else f"every {facts.architecture} has one"
+            raise CheckpointError(f"{checkpoint.path}: {head}", f"a head of its own, as {why}", "no such tensor")
+        return facts
+    if head not in checkpoint or embedding not in checkpoint:
+        return facts
+    for name in (embedding, head):
+        checkpoint.check(name, (facts.vocab_size, facts.hidden_size))
+    return replace(facts, tie_word_embeddings=checkpoint.equals(head, checkpoint, embedding))
 
 
 def _prediction_heads(checkpoint: Checkpoint, num_layers: int) -> set[str]:
@@ -44,15 +80,27 @@ def load_target(
     Raises:
         CheckpointError: a file or tensor that is missing, damaged, superfluous or of another shape or dtype.
     """
-    layout = facts.family.layout
-    checkpoint = Checkpoint(facts.path, layout.renamed)
+    layout, checkpoint = facts.family.layout, target_checkpoint(facts)
+    embedding, head = vocabulary_tensors(facts, checkpoint)
+    if facts.stored_vocab_size is not None:
+        for name in (embedding, head):
+            if name in checkpoint:
+                checkpoint.check(name, (facts.stored_vocab_size, facts.hidden_size))
+                checkpoint.trim(name, facts.vocab_size)
+    settled = settle_head(facts, checkpoint)
+    if settled.tie_word_embeddings != facts.tie_word_embeddings and torch.device(device).type != "meta":
+        message = "%s: config.json says tie_word_embeddings = true, but %s differs from %s; the tensors decide: the head is its own"
+        _LOG.warning(message, checkpoint.path, head, embedding)
+    tied = settled.tie_word_embeddings
+    if tied and embedding not in checkpoint:  # one matrix, stored under the other name
+        layout = replace(layout, rules=(TensorRule("embed_tokens.weight", (head,)), *layout.rules))
     with torch.device("meta"):
-        model = LlamaModel(facts, tap_layers, max_positions)
+        model = LlamaModel(settled, tap_layers, max_positions)
     own = [name for name, _ in model.named_parameters()]  # a tied head is no parameter of its own
-    ignored = {"lm_head.weight"} if facts.tie_word_embeddings else set()  # some files store the tied copy
+    ignored = {head} if tied else set()  # a copy of the embedding, as was seen
     ignored |= _prediction_heads(checkpoint, facts.num_layers)
     fill(model, checkpoint, layout, own, ignored, dtype, torch.device(device), progress)
-    if facts.tie_word_embeddings:
+    if tied:
         model.lm_head.weight, model.lm_head.stored = model.embed_tokens.weight, model.embed_tokens.stored
     if facts.recurrent is not None:
         model.stacked_convolution()

@@ -80,6 +80,8 @@ def load_token_map(path: str | Path, vocab_size: int) -> Tensor:
 def apply_token_map(draft: nn.Module, token_Vd: Tensor) -> None:
     """Trim the language-model head of a draft to some tokens: a copy of its rows, so that a head shared with the target stays whole.
 
+    Tokens beyond a vocabulary that is padded to fewer than the target's are left out.
+
     Sets ``target_token_Vd``, and ``draft_vocab_size`` in the draft's facts. To be called before weights are packed.
 
     Args:
@@ -89,9 +91,11 @@ def apply_token_map(draft: nn.Module, token_Vd: Tensor) -> None:
     Raises:
         ConfigError: a draft without a head, or with a vocabulary map of its own.
     """
-    key = "variant.token_map"
+    key, facts = "variant.token_map", cast("DraftFacts", draft.facts)
     own = getattr(draft, "target_token_Vd", None)
-    if isinstance(own, Tensor):
+    if isinstance(own, Tensor) and facts.begins_vocabulary:
+        token_Vd = token_Vd[token_Vd < own.numel()]
+    elif isinstance(own, Tensor):
         raise ConfigError(key, "a draft that proposes from the whole vocabulary", f"one with a map of its own, of {own.numel()} tokens")
     owners = [module for module in draft.modules() if isinstance(getattr(module, "lm_head", None), Linear)]
     if not owners:
@@ -108,5 +112,4 @@ def apply_token_map(draft: nn.Module, token_Vd: Tensor) -> None:
             trimmed.bias = nn.Parameter(head.bias[rows], requires_grad=False)
         owner.lm_head = trimmed.eval()
         draft.target_token_Vd = rows
-    facts = cast("DraftFacts", draft.facts)
-    object.__setattr__(draft, "facts", replace(facts, draft_vocab_size=token_Vd.numel()))
+    object.__setattr__(draft, "facts", replace(facts, draft_vocab_size=token_Vd.numel(), begins_vocabulary=False))

@@ -327,6 +327,16 @@ def test_bad_vocabulary_maps_are_refused(with_t2d: bool, tmp_path: Any, target_p
         assert (caught.value.hint == "d2t looks like target ids, not offsets") == (name == "absolute"), name
 
 
+def test_a_mask_of_a_full_vocabulary_is_looked_at(tmp_path: Any, target_path: Any) -> None:
+    """Without ``d2t``: it marks every token, or the map is missing."""
+    raw = eagle3_tensors(draft_vocab_size=VOCAB_SIZE)
+    del raw["d2t"]
+    load(write_eagle3(tmp_path / "all", raw), target_path)
+    raw["t2d"][7] = False
+    with pytest.raises(CheckpointError, match="d2t: expected 61 offsets into a vocabulary of 61, found no such tensor"):
+        load(write_eagle3(tmp_path / "some", raw), target_path)
+
+
 def test_everything_lands_on_the_device(tmp_path: Any, target_path: Any) -> None:
     target_facts = read_model_facts(target_path)
     facts = read_eagle3_facts(write_eagle3(tmp_path, eagle3_tensors()), target_facts)

@@ -58,7 +58,8 @@ def assert_equals_reference(draft: Any, target: Any, raw: dict[str, torch.Tensor
     expected = found[0]
     for step in range(2):
         found = draft(TOKENS, found, attention, step)
-        expected, last = eagle_step(raw, target.embed_tokens.weight[TOKENS[0]], expected, 40)
+        embedding = raw.get("embed_tokens.weight", target.embed_tokens.weight)
+        expected, last = eagle_step(raw, embedding[TOKENS[0]], expected, 40)
         torch.testing.assert_close(found[0], expected)
         logits = draft.logits(found, step)
         assert (logits.dtype, logits.shape) == (torch.float32, (1, 7, VOCAB_SIZE))
@@ -88,10 +89,19 @@ def test_published_heads_equal_the_equations(name: str, tmp_path: Any, target_pa
     layout, extras, config = PUBLISHED[name]
     raw = eagle_tensors(extras=extras)
     draft, target = load(publish_eagle(tmp_path, raw, layout, **config), target_path)
-    assert (draft.embed_tokens, draft.lm_head) == (target.embed_tokens, target.lm_head)
+    assert (draft.embed_tokens is target.embed_tokens) == ("embedding" not in extras)
+    assert draft.lm_head is target.lm_head
     assert (draft.facts.feature_size, draft.facts.tap_layers, draft.facts.decoder.num_layers) == (48, (), 1)
     assert draft.target_token_Vd is None
     assert_equals_reference(draft, target, raw)
+
+
+@torch.inference_mode()
+def test_a_copy_of_the_targets_embedding_is_shared(tmp_path: Any, target_path: Any) -> None:
+    copied = load_target(read_model_facts(target_path), (), 8, torch.float32, "cpu").embed_tokens.weight
+    raw = eagle_tensors() | {"embed_tokens.weight": copied.bfloat16()}
+    draft, target = load(publish_eagle(tmp_path, raw, "safeailab"), target_path)
+    assert draft.embed_tokens is target.embed_tokens
 
 
 @torch.inference_mode()

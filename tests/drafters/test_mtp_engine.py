@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from graphspec import LLM, SamplingParams
-from tests.support.checkpoints import edit_tensors
+from tests.support.checkpoints import edit_json, edit_tensors
 from tests.support.mtp_checkpoints import HIDDEN, LAYERS, NAMES, add_heads, head_tensors, write_target
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 VOCAB = 40
+BEAMS = {"topk": 2, "num_steps": 3, "num_draft_tokens": 9}
 PROMPTS = [[7], [30, 2, 9], list(range(3, 20)), [39, 38, 5, 5, 11, 0, 1, 2]]
 
 
@@ -70,3 +71,26 @@ def test_a_draft_that_is_the_target_is_always_accepted(tmp_path: Path) -> None:
     drafted = LLM(model=str(path), variant="standalone", draft=str(path), **runtime).generate(PROMPTS, SamplingParams(max_tokens=13))
     assert [out.token_ids for out in drafted] == [out.token_ids for out in plain]
     assert [out.metrics.acceptance_length for out in drafted] == [4.0] * len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("size", "shape", "runtime"),
+    [(VOCAB - 4, {}, "eager"), (VOCAB - 4, BEAMS, "compiled"), (VOCAB + 8, {}, "eager"), (VOCAB + 8, BEAMS, "eager")],
+)
+def test_a_draft_whose_vocabulary_is_padded_to_another_size(size: int, shape: dict[str, Any], runtime: str, tmp_path: Path) -> None:
+    """The target emits ids that the smaller draft doesn't have; the larger one would always propose an id that the target doesn't have."""
+    target, draft = counting_target(tmp_path / "target", "llama"), counting_target(tmp_path / "draft", "llama")
+    edit_json(draft / "config.json", vocab_size=size)
+    unit = torch.eye(VOCAB, HIDDEN)
+    rows = {"model__embed_tokens__weight": unit, "lm_head__weight": unit.roll(1, 0)}
+    edit_tensors(draft / "model.safetensors", **{k: torch.cat((w, torch.full((8, HIDDEN), 9.0)))[:size].clone() for k, w in rows.items()})
+    engine = {"page_size": 4, "max_rows": 4, "buckets": [4], "prefill_chunks": [2, 8], "runtime": runtime}
+    llm = LLM(model=str(target), variant="standalone", draft=str(draft), **shape, **engine)
+    plain = LLM(model=str(target), variant="none", **engine)
+    for params in (SamplingParams(max_tokens=21), SamplingParams(max_tokens=21, temperature=1.3, seed=5)):
+        outputs, expected = (each.generate(PROMPTS, params) for each in (llm, plain))
+        assert [out.token_ids for out in outputs] == [out.token_ids for out in expected]
+        if params.temperature == 0:
+            assert any(token >= VOCAB - 4 for out in outputs for token in out.token_ids)
+            assert all(out.metrics.acceptance_length > (3.9 if size > VOCAB else 2.0) for out in outputs)
+    assert not {token for prompt in PROMPTS for token in llm.draft_tree(prompt).token_N[1:]}.intersection(range(min(size, VOCAB), 99))

@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from graphspec.drafters.mtp.facts import read_mtp_facts
+from graphspec.drafters.mtp.facts import counted_facts, read_mtp_facts
 from graphspec.drafters.mtp.loading import load_mtp
 from graphspec.errors import CheckpointError
 from graphspec.facts import read_model_facts
 from graphspec.models.target import load_target
 from graphspec.models.token_map import apply_token_map
-from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, eagle3_tensors, edit_tensors, write_eagle3
+from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, eagle3_tensors, edit_tensors, write_eagle3, write_hf
+from tests.support.hybrid_checkpoints import build_hybrid, expert_head
 from tests.support.mtp_checkpoints import (
     HEAD_DIM,
     HIDDEN,
@@ -124,7 +126,9 @@ def check(
         attention.position_BT = attention.position_BT + POSITION
         found = draft(torch.tensor([TOKENS]), draft.fuse(hidden[None]), attention, step=step)
         number = min(step, len(raws) - 1)
-        embedding = target.embed_tokens.weight
+        prefix = NAMES[layout][0].format(first + number)
+        embedding = raw.get(f"{prefix}embed_tokens.weight", target.embed_tokens.weight)
+        head = raw.get(f"{prefix}shared_head.head.weight", target.lm_head.weight)
         keys["window"] = windows[number] if windows else None
         reference, exact = (
             straight_line(raw, layout, first + number, embedding, hidden, dtype, **keys) for dtype in (torch.float32, torch.float64)
@@ -133,7 +137,7 @@ def check(
         assert attention.layers == [number]
         logits = draft.logits(found, step=step)
         assert logits.dtype == torch.float32
-        assert_as_good(logits[0], reference @ target.lm_head.weight.T, exact @ target.lm_head.weight.double().T)
+        assert_as_good(logits[0], reference @ head.T, exact @ head.double().T)
         hidden = found[0]
 
 
@@ -218,10 +222,51 @@ def test_qwen_layer_equals_transformers(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_heads_share_the_targets_matrices_and_their_copies_are_not_used(tmp_path: Path) -> None:
-    path = write_target(tmp_path)
-    add_heads(path, head_tensors("deepseek", LAYERS, copies=True), num_nextn_predict_layers=1)
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
+def test_qwen_heads_with_experts_equal_transformers(family: str, stacked: bool, tmp_path: Path) -> None:
+    """The layer and the norm after it are a model of one layer, which transformers runs over what the projection returned."""
+    raw, model = expert_head(family, stacked=stacked)
+    path = add_heads(write_hf(build_hybrid(family), tmp_path), raw, mtp_num_hidden_layers=1)
     draft, target = load(path, path)
+    assert draft.facts.decoder.has_experts(0)
+    assert draft.lm_head is target.lm_head
+    hidden = torch.randn(1, len(TOKENS), HIDDEN, generator=torch.Generator().manual_seed(5))
+
+    def normed(x: torch.Tensor, part: str) -> torch.Tensor:
+        weight = raw[f"mtp.pre_fc_norm_{part}.weight"] + 1
+        return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6)
+
+    halves = normed(target.embed_tokens.weight[torch.tensor([TOKENS])], "embedding"), normed(hidden, "hidden")
+    expected = model.model(inputs_embeds=torch.cat(halves, -1) @ raw["mtp.fc.weight"].T).last_hidden_state
+    found = draft(torch.tensor([TOKENS]), hidden, DenseAttention.prompt(1, len(TOKENS)))
+    torch.testing.assert_close(found, expected, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_heads_that_a_config_counts_have_the_mlp_of_their_family(family: str, tmp_path: Path) -> None:
+    path = write_hf(build_hybrid(family), tmp_path, mtp_num_hidden_layers=1)
+    facts, words = counted_facts(path, read_model_facts(path))
+    assert (facts.layout, facts.num_heads, facts.decoder.recurrent) == ("qwen", 1, None)
+    assert facts.decoder.has_experts(0) == (family != "qwen3_5")
+    assert words.startswith("1 prediction head(s)")
+
+
+COPIES = {"embed_tokens": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
+COPY_NAMES = {"embed_tokens": "embed_tokens.weight", "lm_head": "shared_head.head.weight"}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_of_the_targets_matrices_are_shared(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Also where they were rounded to another dtype."""
+    path = write_target(tmp_path)
+    stored = load_file(path / "model.safetensors")
+    copies = {f"model.layers.{LAYERS}.{COPY_NAMES[part]}": stored[name].to(dtype) for part, name in COPIES.items()}
+    add_heads(path, head_tensors("deepseek", LAYERS) | copies, num_nextn_predict_layers=1)
+    draft, target = load(path, path)
+    assert draft.heads[0].embed_tokens is None
+    assert draft.heads[0].lm_head is None
     assert draft.embed_tokens is target.embed_tokens
     assert draft.lm_head is target.lm_head
     assert draft.target_token_Vd is None
@@ -229,6 +274,28 @@ def test_heads_share_the_targets_matrices_and_their_copies_are_not_used(tmp_path
     edit_tensors(path / "model.safetensors", **{f"model__layers__{LAYERS}__embed_tokens__weight": torch.zeros(VOCAB_SIZE - 1, HIDDEN)})
     with pytest.raises(CheckpointError, match=rf"{LAYERS}\.embed_tokens\.weight: expected shape \[61, 48\], found shape \[60, 48\]"):
         load(path, path)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("part", COPIES)
+def test_other_matrices_than_the_targets_are_used_and_named(part: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In the layer of one of two heads, or of the model whose folder the heads are in."""
+    raws = [head_tensors("deepseek", LAYERS + i, copies=i == 1) for i in range(2)]
+    other = next(name for name in raws[1] if name.endswith(COPY_NAMES["lm_head" if part == "embed_tokens" else "embed_tokens"]))
+    del raws[1][other]
+    path = add_heads(write_target(tmp_path / "whole"), *raws, num_nextn_predict_layers=2)
+    draft, target, file = *load(path, path), path / "model.safetensors"
+    check(draft, target, raws, "deepseek", LAYERS, theta=10000.0)
+    assert [record.getMessage() for record in caplog.records if "differs from the target's" in record.getMessage()] == [
+        f"{file}: model.layers.{LAYERS + 1}.{COPY_NAMES[part]} differs from the target's {file}: {COPIES[part]}; the draft keeps its own"
+    ]
+    mine, theirs = (write_target(tmp_path / name) for name in ("draft", "target"))
+    add_heads(mine, head_tensors("deepseek", LAYERS), num_nextn_predict_layers=1)
+    weight = torch.randn(VOCAB_SIZE, HIDDEN, generator=torch.Generator().manual_seed(8))
+    edit_tensors(mine / "model.safetensors", **{COPIES[part]: weight})
+    draft, target = load(mine, theirs)
+    assert torch.equal(getattr(draft.heads[0], part).weight, weight)
+    assert draft.embed_tokens is target.embed_tokens
 
 
 @torch.inference_mode()

@@ -112,12 +112,49 @@ def test_a_trimmed_head(tmp_path: Path, target_path: Path) -> None:
     assert draft.model.embed_tokens.weight.shape[0] == VOCAB_SIZE
 
 
-def test_another_vocabulary_is_refused_and_both_folders_are_named(tmp_path: Path, target_path: Path) -> None:
-    path = write_target(tmp_path / "small", vocab_size=64)
-    with pytest.raises(CheckpointError, match="padded to another size is refused") as error:
-        read_standalone_facts(path, read_model_facts(target_path))
-    assert str(path / "config.json") in str(error.value)
-    assert f"expected 61, as in {target_path}, found 64" in str(error.value)
+@torch.inference_mode()
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("size", [VOCAB_SIZE - 5, VOCAB_SIZE + 7])
+def test_a_vocabulary_padded_to_another_size(size: int, tied: bool, tmp_path: Path, target_path: Path) -> None:
+    """Rows beyond the target's are not read; ids beyond the draft's are zero vectors, and no columns."""
+    model = build_hf("llama", seed=7, num_hidden_layers=2, vocab_size=size, tie_word_embeddings=tied)
+    draft, _ = load(write_hf(model, tmp_path), target_path)
+    known = min(size, VOCAB_SIZE)
+    assert draft.model.embed_tokens.weight.shape == draft.model.lm_head.weight.shape == (known, 48)
+    assert (draft.model.lm_head.weight is draft.model.embed_tokens.weight) == tied
+    token_BT = torch.randint(0, VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    token_BT[0, 3] = VOCAB_SIZE - 1
+    with torch.no_grad():
+        embedded = torch.nn.functional.embedding(token_BT.clamp(max=size - 1), model.model.embed_tokens.weight)
+        theirs = model(inputs_embeds=torch.where(token_BT[..., None] < size, embedded, 0.0)).logits
+    logits = draft.logits(draft(token_BT, None, DenseAttention.prompt(2, LENGTH)))
+    torch.testing.assert_close(logits, theirs[..., :known], rtol=0, atol=1e-5)
+    assert draft.facts.draft_vocab_size == known
+    if size > VOCAB_SIZE:
+        assert draft.target_token_Vd is None
+    else:
+        assert draft.target_token_Vd.tolist() == list(range(size))
+    apply_token_map(draft, torch.tensor([3, 7, VOCAB_SIZE - 2]))
+    assert draft.target_token_Vd.tolist() == ([3, 7, VOCAB_SIZE - 2] if size > VOCAB_SIZE else [3, 7])
+
+
+def test_another_size_is_a_warning_where_no_tokenizers_tell(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    target, path = write_target(tmp_path / "target"), write_target(tmp_path / "draft", vocab_size=VOCAB_SIZE + 7)
+    caplog.set_level("INFO")
+    for level, end in (("WARNING", "taken as padding, without two tokenizers to compare"), ("INFO", "taken as padding")):
+        caplog.clear()
+        read_standalone_facts(path, read_model_facts(target))
+        (record,) = (record for record in caplog.records if "padding" in record.getMessage())
+        assert (record.levelname, record.getMessage()) == (level, f"{path}: a vocabulary of 68, that of the target is 61: {end}")
+        for folder in (target, path):
+            (folder / "tokenizer.json").write_text("{}")
+
+
+def test_a_larger_vocabulary_is_checked_before_it_is_cut(tmp_path: Path, target_path: Path) -> None:
+    path = write_target(tmp_path, vocab_size=VOCAB_SIZE + 7)
+    edit_tensors(path / "model.safetensors", lm_head__weight=torch.zeros(VOCAB_SIZE, 48))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: expected shape \[68, 48\], found shape \[61, 48\]"):
+        load(path, target_path)
 
 
 def test_heads_are_no_language_models(tmp_path: Path, target_path: Path) -> None:

@@ -15,7 +15,7 @@ from graphspec.graphs.cycle import Cycle
 from graphspec.shapes import GraphKey
 from tests.support.checkpoints import VOCAB_SIZE, build_hf, edit_json, write_hf
 from tests.support.engines import CHAIN, SMALL, TREE, Pair, idle_rows, ids, prompts, random_pair, watch_schedulers
-from tests.support.hybrid_checkpoints import build_hybrid
+from tests.support.hybrid_checkpoints import build_hybrid, expert_head
 from tests.support.mtp_checkpoints import add_heads, head_tensors
 from tests.support.tiny import same_bits
 
@@ -125,6 +125,19 @@ def test_prediction_head_of_the_same_checkpoint(tmp_path: Path) -> None:
     for shape in (CHAIN, TREE):
         llm = LLM(path, variant="mtp", **SMALL, **shape, page_size=4)
         assert ids(llm.generate(PROMPTS, SamplingParams(max_tokens=LENGTH))) == expected(pair)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
+def test_prediction_head_with_experts(family: str, tmp_path: Path) -> None:
+    model = build_hybrid(family)
+    path = add_heads(write_hf(model, tmp_path), expert_head(family, stacked=family == "qwen3_5_moe")[0], mtp_num_hidden_layers=1)
+    pair = Pair(path, path, model)
+    seeded = [SamplingParams(max_tokens=LENGTH, temperature=0.8, seed=seed) for seed in range(len(PROMPTS))]
+    sampled = ids(pair.llm(variant="none", page_size=4).generate(PROMPTS, seeded))
+    for shape in (CHAIN, TREE):
+        llm = LLM(path, variant="mtp", **SMALL, **shape, page_size=4)
+        assert ids(llm.generate(PROMPTS, SamplingParams(max_tokens=LENGTH))) == expected(pair)
+        assert ids(llm.generate(PROMPTS, seeded)) == sampled
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])

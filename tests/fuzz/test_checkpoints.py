@@ -15,7 +15,7 @@ import torch
 from graphspec.drafters.mtp.facts import read_mtp_facts
 from graphspec.facts import read_model_facts
 
-from ._bench import DRAFT, MAP, SMALL, TARGET, Bench, Evil, Use, keys, pickled, sharded, vocabularies, write
+from ._bench import DRAFT, MAP, SMALL, TARGET, Bench, Evil, Use, keys, pickled, sharded, tensors, vocabularies, write
 from ._checkpoints import listed_cases
 from ._harness import Case, choose, faults, judge
 from ._tokenizers import invent_tokenizer, tokenizer_cases
@@ -63,7 +63,16 @@ def _odd_key(bench: Bench, rng: random.Random, number: int) -> Case:
 
 def _odd_rope(bench: Bench, rng: random.Random, number: int) -> Case:
     kind, key, value = rng.choice(("default", "linear", "dynamic", "yarn", "llama3")), rng.choice(ROPE), rng.choice(ODD)
-    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, key: value}
+    rope: dict[str, Any] = {
+        "rope_type": kind,
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        key: value,
+    }
+    if rng.random() < 0.4:
+        kind, rope = f"nested: {kind}", {"full_attention": rope, rng.choice(("sliding_attention", "x")): rng.choice((rope, value, {}))}
     return bench.case(f"{number}: {kind}: {key} = {value!r:.40}", keys({"rope_parameters": rope}), rng.choice((TARGET, SMALL)))
 
 
@@ -92,6 +101,44 @@ def _odd_bytes(bench: Bench, rng: random.Random, number: int) -> Case:
     reach = 8 + struct.unpack("<Q", data[:8])[0] if file == "model.safetensors" else len(data)
     what, damaged = _damage(rng, data, reach)
     return bench.case(f"{number}: {file}: {what}", write(damaged, file), which, use=_use(file))
+
+
+def _odd_head(bench: Bench, rng: random.Random, number: int) -> Case:
+    """A language-model head that is the embedding, another matrix, another kind of tensor or absent, next to any flag."""
+    which, tied = rng.choice((TARGET, SMALL)), rng.choice((True, False, None))
+    weights = bench.tensors
+    embedding, own = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
+    heads: dict[str, torch.Tensor | None] = {
+        "its own": own, "a copy": embedding.clone(), "a rounded copy": embedding.half(), "NaN": embedding * float("nan"), "absent": None,
+        "the only one": own, "shorter": own[1:], "integers": own.to(torch.int8), "no matrix": own[0], "empty": own[:, :0],
+    }  # fmt: skip
+    kind = rng.choice(list(heads))
+    head = heads[kind]
+
+    def mutate(folder: Path) -> None:
+        changed = {name: value.clone() for name, value in weights.items() if name != "lm_head.weight"}
+        if kind == "the only one":
+            del changed["model.embed_tokens.weight"]
+        tensors(lambda _: changed if head is None else changed | {"lm_head.weight": head.contiguous()})(folder)
+        keys({"tie_word_embeddings": tied})(folder)
+
+    wrong = kind in ("shorter", "integers", "no matrix", "empty") or (kind in ("absent", "the only one") and tied is not True)
+    return bench.case(f"{number}: tie_word_embeddings = {tied}, the head is {kind}", mutate, which, wrong=wrong)
+
+
+def _odd_vocabulary(bench: Bench, rng: random.Random, number: int) -> Case:
+    """A small draft whose embedding and head have another number of rows than the target's; the config may tell of a third."""
+    rows, stated = rng.choice((2, 30, 43, 45, 300)), rng.choice((None, None, 1, 44, 10**6))
+
+    def mutate(folder: Path) -> None:
+        sized = {
+            n: torch.cat([w] * 8)[:rows].clone() for n, w in bench.tensors.items() if n in ("model.embed_tokens.weight", "lm_head.weight")
+        }
+        tensors(lambda weights: weights | sized)(folder)
+        keys({"vocab_size": stated or rows, "eos_token_id": None, "bos_token_id": None})(folder)
+        (folder / "generation_config.json").unlink()
+
+    return bench.case(f"{number}: {rows} rows, vocab_size = {stated}", mutate, SMALL, wrong=stated is not None)
 
 
 def _odd_pickle(bench: Bench, rng: random.Random, number: int) -> Case:
@@ -126,7 +173,19 @@ def _damage(rng: random.Random, data: bytes, reach: int) -> tuple[str, bytes]:
     return f"bytes {places}", bytes(places.get(i, byte) for i, byte in enumerate(data))
 
 
-INVENTIONS = (_odd_key, _odd_key, _odd_key, _odd_rope, _odd_file, _odd_bytes, _odd_bytes, _odd_pickle, _odd_index)
+INVENTIONS = (
+    _odd_key,
+    _odd_key,
+    _odd_key,
+    _odd_rope,
+    _odd_file,
+    _odd_bytes,
+    _odd_bytes,
+    _odd_pickle,
+    _odd_index,
+    _odd_head,
+    _odd_vocabulary,
+)
 
 
 def invent(bench: Bench, rng: random.Random, number: int) -> Case:
@@ -165,7 +224,9 @@ def test_odd_keys_of_other_architectures(bench: Bench, request: pytest.FixtureRe
         values = {**good, **more, key: value}
         if rng.random() < 0.3:
             key = f"rope_scaling: {rng.choice(ROPE)}"
-            values = {**good, **more, "rope_scaling": {**good["rope_scaling"], key.removeprefix("rope_scaling: "): value}}
+            scaling = {**good["rope_scaling"], key.removeprefix("rope_scaling: "): value}
+            kinds = rng.choice(((), ("full_attention",), ("full_attention", "sliding_attention")))
+            values = {**good, **more, "rope_scaling": dict.fromkeys(kinds, scaling) or scaling}
         heads = rng.random() < 0.3
 
         def read(folder: Path) -> object:

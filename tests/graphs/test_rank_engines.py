@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from graphspec import LLM
-from tests.support.checkpoints import build_hf, write_hf
+from tests.support import mtp_checkpoints
+from tests.support.checkpoints import VOCAB_SIZE, build_hf, write_hf
 from tests.support.engines import ids, random_pair
-from tests.support.hybrid_checkpoints import build_hybrid
+from tests.support.hybrid_checkpoints import build_hybrid, expert_head
+from tests.support.mtp_checkpoints import LAYERS, add_heads, head_tensors
 from tests.support.rank_pair import CHAIN as DEMO_CHAIN
 from tests.support.rank_pair import NETWORKS, assert_same_drafts, rank_pair
 from tests.support.rank_pair import TREE as DEMO_TREE
@@ -43,6 +45,32 @@ def test_four_ranks_over_recurrent_layers(family: str, tmp_path: Path, monkeypat
     target = write_hf(build_hybrid(family, num_attention_heads=4, num_key_value_heads=2, **keys), tmp_path / "target")
     draft = write_hf(build_hf("llama", **SIZES), tmp_path / "draft")
     assert_same_tokens(monkeypatch, target, draft, 4, shares=False, variant="standalone", num_pages=14, **shape)
+
+
+@pytest.mark.parametrize(("size", "spread"), [(VOCAB_SIZE - 5, "sharded"), (VOCAB_SIZE + 9, "replicated")])
+def test_two_ranks_with_vocabularies_padded_to_two_sizes(size: int, spread: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both folders say that they tie a head which they have: every rank compares it to the embedding."""
+    target = write_hf(build_hf("llama", **SIZES), tmp_path / "target", tie_word_embeddings=True)
+    draft = write_hf(build_hf("llama", **SIZES, vocab_size=size), tmp_path / "draft", tie_word_embeddings=True)
+    assert_same_tokens(monkeypatch, target, draft, 2, variant="standalone", draft_parallel=spread, num_pages=14, **TREE)
+
+
+def test_two_ranks_and_a_prediction_head_with_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    raw, _ = expert_head("qwen3_next", stacked=False, **heads)
+    target = add_heads(write_hf(build_hybrid("qwen3_next", **heads), tmp_path), raw, mtp_num_hidden_layers=1)
+    assert_same_tokens(monkeypatch, target, None, 2, shares=False, variant="mtp", draft_parallel="sharded", num_pages=14, **TREE)
+
+
+@pytest.mark.parametrize("spread", ["sharded", "replicated"])
+def test_two_ranks_and_a_prediction_head_with_its_own_vocabulary(spread: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two heads shares the target's matrices, the second doesn't."""
+    sizes = {"num_hidden_layers": LAYERS, "num_attention_heads": 3 * 2, "num_key_value_heads": 2, "head_dim": 16}
+    monkeypatch.setattr(mtp_checkpoints, "QUERY_HEADS", 6)
+    monkeypatch.setattr(mtp_checkpoints, "KV_HEADS", 2)
+    raws = [head_tensors("deepseek", LAYERS + i, copies=i == 1) for i in range(2)]
+    target = add_heads(write_hf(build_hf("llama", **sizes), tmp_path), *raws, num_nextn_predict_layers=2)
+    assert_same_tokens(monkeypatch, target, None, 2, variant="mtp", draft_parallel=spread, num_pages=14)
 
 
 @pytest.mark.parametrize(("family", "shape"), [("qwen3_5", CHAIN), ("nemotron_h", TREE), ("bamba", TREE)])

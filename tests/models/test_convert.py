@@ -216,22 +216,35 @@ FIRST: dict[str, tuple[str, tuple[str, ...], dict[str, Any], tuple[str, ...]]] =
 @pytest.mark.parametrize("name", FIRST)
 def test_eagle_heads_between_all_layouts(name: str, tmp_path: Path, target: Any) -> None:
     layout, extras, spelling, able = FIRST[name]
-    source = publish_eagle(tmp_path / "source", eagle_tensors(extras=extras), layout, **spelling)
+    tensors = eagle_tensors(extras=extras)
+    if "embedding" in extras:
+        tensors["embed_tokens.weight"] = target.embed_tokens.weight
+    source, folder = publish_eagle(tmp_path / "source", tensors, layout, **spelling), target.facts.path
     for first in EAGLE:
         if first not in able:
             with pytest.raises(CheckpointError, match=f"layout {first} can express"):
-                convert(source, tmp_path / first, first)
+                convert(source, tmp_path / first, first, folder)
             continue
-        convert(source, tmp_path / first, first)
+        convert(source, tmp_path / first, first, folder)
         dropped = ("embed_tokens.weight",) if first == "speculators-old" else ()
         assert_same_bits(canonical(source, *dropped), canonical(tmp_path / first))
         assert_same_outputs(source, tmp_path / first, target, third=False)
     for first in able:
         for second in able:
             there = tmp_path / f"{first} {second}"
-            convert(tmp_path / first, there, second)
+            convert(tmp_path / first, there, second, folder)
             assert_same_bits(canonical(there, "embed_tokens.weight"), canonical(tmp_path / second, "embed_tokens.weight"))
             assert_same_outputs(source, there, target, third=False)
+
+
+def test_an_embedding_of_its_own_has_no_place_in_speculators(tmp_path: Path, target: Any) -> None:
+    """Nor has one that can't be compared to the target's."""
+    source = publish_eagle(tmp_path / "source", eagle_tensors(extras=("embedding",)), "safeailab")
+    for folder in (None, target.facts.path):
+        with pytest.raises(CheckpointError, match="can express, found one with an embedding that is not known to be the target's"):
+            convert(source, tmp_path / "no", "speculators-old", folder)
+        convert(source, tmp_path / f"kept {folder is None}", "hass", folder)
+        assert_same_outputs(source, tmp_path / f"kept {folder is None}", target, third=False)
 
 
 def test_some_norms_alone_have_no_place_in_speculators(tmp_path: Path) -> None:

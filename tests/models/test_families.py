@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from graphspec import LLM, SamplingParams
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.facts import families, read_model_facts
-from graphspec.facts.families import FAMILIES, all_families, target_architectures
+from graphspec.facts.families import FAMILIES, all_families, find_family, target_architectures
 from graphspec.models.target import load_target
 from tests.drafters.test_entry_points import install
 from tests.support.checkpoints import VOCAB_SIZE, build_hf, edit_json, edit_tensors, write_hf
@@ -56,6 +57,17 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_names_and_architectures_are_there_once() -> None:
     counts = Counter(name for family in FAMILIES for name in (family.name, *family.architectures))
     assert set(counts.values()) == {1}
+
+
+@pytest.mark.parametrize("architecture", [name for name in target_architectures() if hasattr(transformers, name)])
+def test_defaults_are_those_of_transformers(architecture: str) -> None:
+    """The context of a config that states none, and whether ``tie_word_embeddings`` means anything."""
+    family, model = find_family(architecture), getattr(transformers, architecture)
+    config = model.config_class()
+    assert family is not None
+    assert family.max_positions == config.get_text_config().max_position_embeddings
+    assert family.ties == bool(model._tied_weights_keys)
+    assert config.tie_word_embeddings is False
 
 
 @pytest.mark.parametrize("architecture", target_architectures())

@@ -55,6 +55,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "falcon_h1",
         {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_conv_bias": False, "mamba_d_ssm": None},
     ),
+    "qwen3_5_moe-keys-of-qwen3_next": (
+        "qwen3_5_moe",
+        {"norm_topk_prob": False, "mlp_only_layers": [1], "decoder_sparse_step": 2},
+    ),
     "qwen3_next-dense-layers": ("qwen3_next", {"mlp_only_layers": [1, 3], "norm_topk_prob": False, "linear_num_key_heads": 4}),
 }
 

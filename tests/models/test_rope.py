@@ -7,18 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 
 from graphspec.errors import CheckpointError
 from graphspec.facts import RopeFacts, read_model_facts
-from graphspec.facts.families import QWEN3_5
+from graphspec.facts.families import QWEN3, QWEN3_5
 from graphspec.facts.keys import Keys
 from graphspec.facts.model import read_decoder
 from graphspec.kernels.formulas import apply_rope
 from graphspec.models.rope import RotaryEmbedding, rope_frequency
+from graphspec.models.target import load_target
+from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, build_hf, edit_json, write_hf
 
 PARAMETERS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
@@ -154,3 +156,75 @@ def test_partial_factor_is_read_in_every_place_it_is_written_in() -> None:
     for factor in (1.5, 0.02, 0.046875):  # more than all of the head, nothing of it, 3 of 64
         with pytest.raises(CheckpointError, match=r"partial_rotary_factor: expected at most 1, and an even number"):
             read_partial({"rope_type": "default", "partial_rotary_factor": factor})
+
+
+NESTED = {"rope_type": "linear", "factor": 2.5, "rope_theta": 700.0}
+
+
+def read_nested(rope_parameters: dict[str, Any], *kinds: str, **keys: Any) -> RopeFacts:
+    """RoPE of Qwen3 layers of these kinds."""
+    windows = {"use_sliding_window": True, "sliding_window": 8} if "sliding_attention" in kinds else {}
+    values = {"hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, **windows}
+    values |= {"vocab_size": 9, "rms_norm_eps": 1e-6, "num_hidden_layers": len(kinds), "layer_types": list(kinds), **keys}
+    return read_decoder(Keys({**values, "rope_parameters": rope_parameters}, "config"), Path("nowhere"), "any", QWEN3).rope
+
+
+def test_parameters_nested_by_kind_of_layer_are_those_of_the_kinds_there_are() -> None:
+    full, both = ("full_attention",) * 2, ("full_attention", "sliding_attention")
+    flat = read_nested(NESTED, *full)
+    assert flat == RopeFacts(700.0, "linear", 2.5)
+    other = {**NESTED, "factor": 4.0}
+    assert read_nested({"full_attention": NESTED}, *full) == flat
+    assert read_nested({"full_attention": NESTED, "sliding_attention": other}, *full) == flat
+    assert read_nested({"full_attention": other, "sliding_attention": NESTED}, "sliding_attention") == flat
+    assert read_nested({"full_attention": NESTED, "sliding_attention": dict(reversed(NESTED.items()))}, *both) == flat
+    assert read_nested({"full_attention": NESTED, "sliding_attention": None}, *full, layer_types=None) == flat
+    theta = {"rope_type": "linear", "factor": 2.5}
+    assert read_nested({"full_attention": theta, "sliding_attention": NESTED}, *both, rope_theta=700.0) == flat
+
+
+@pytest.mark.parametrize(
+    ("parameters", "part"),
+    [
+        (
+            {"full_attention": NESTED, "sliding_attention": {**NESTED, "factor": 4.0}},
+            r"rope_parameters: sliding_attention: expected the parameters of full_attention, .*2\.5.* found .*4\.0.* not supported",
+        ),
+        ({"full_attention": NESTED}, "rope_parameters: sliding_attention: expected the parameters of this kind of layer, .* no such key"),
+        ({"full_attention": NESTED, "rope_theta": 9.0}, "rope_parameters: expected parameters, or an object .*, not both"),
+        ({"full_attention": NESTED, "sliding_attention": {"rope_type": "linear"}}, "rope_parameters: sliding_attention: factor: expected"),
+    ],
+)
+def test_nested_parameters_that_cannot_be_followed_are_named(parameters: dict[str, Any], part: str) -> None:
+    with pytest.raises(CheckpointError, match=part):
+        read_nested(parameters, "full_attention", "sliding_attention")
+
+
+@torch.inference_mode()
+def test_yarn_added_by_hand_reaches_factor_times_the_original_context(tmp_path: Path) -> None:
+    """As model cards of Qwen advise: ``max_position_embeddings`` stays. Logits equal those of transformers past it."""
+    path = write_hf(build_hf("qwen3", num_hidden_layers=2, max_position_embeddings=40), tmp_path)
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    edit_json(path / "config.json", "rope_parameters", rope_theta=10000.0, rope_scaling=scaling)
+    facts = read_model_facts(path)
+    assert (facts.max_position_embeddings, facts.longest_context) == (40, 128)
+    token_BT = torch.randint(0, VOCAB_SIZE, (1, 128), generator=torch.Generator().manual_seed(3))
+    theirs = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")(token_BT).logits
+    ours = load_target(facts, (), 128, torch.float32, "cpu")
+    found = ours.logits(ours(token_BT, DenseAttention.prompt(1, 128)).hidden_BTH)
+    torch.testing.assert_close(found, theirs, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        (RopeFacts(1e4), 64),
+        (RopeFacts(1e4, "yarn", 4.0, 64), 256),
+        (RopeFacts(1e4, "yarn", 4.0, 8), 64),
+        (RopeFacts(1e4, "dynamic", 2.5, 64), 160),
+        (RopeFacts(1e4, "linear", 4.0), 64),
+        (RopeFacts(1e4, "llama3", 32.0, 8), 64),
+    ],
+)
+def test_contexts_of_scaled_models(rope: RopeFacts, longest: int) -> None:
+    assert rope.context(64) == longest

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from graphspec.errors import CheckpointError
 from graphspec.facts import ModelFacts, check_tokenizer, read_model_facts
+from graphspec.models.checkpoint import Checkpoint
 from graphspec.models.target import load_target
 from tests.support.checkpoints import VOCAB_SIZE, build_hf, edit_json, edit_tensors, write_hf
 
@@ -85,6 +87,8 @@ def test_generation_config_overrides_eos(checkpoint: Path) -> None:
     ("changes", "attribute", "expected"),
     [
         ({"head_dim": REMOVED}, "head_dim", 16),
+        ({"max_position_embeddings": REMOVED}, "max_position_embeddings", 2048),
+        ({"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": None}, "max_position_embeddings", 32768),
         ({"num_key_value_heads": REMOVED}, "num_kv_heads", 3),
         ({"dtype": REMOVED, "torch_dtype": "bfloat16"}, "dtype", "bfloat16"),
         ({"dtype": REMOVED}, "dtype", "float32"),
@@ -138,7 +142,7 @@ def test_derived_facts(changes: dict[str, Any], attribute: str, expected: Any, c
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_parameters: rope_type"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_parameters: factor"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "default"}}}, "rope_parameters: full_attention"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_parameters": None, "rope_scaling": {"type": "mrope"}}, "rope_scaling: type"),
         ({"rope_parameters": None, "rope_theta": -1}, "rope_theta"),
@@ -194,12 +198,60 @@ def test_dtype_progress_and_frozen_parameters(checkpoint: Path) -> None:
     assert calls == [(done, 21) for done in range(1, 22)]
 
 
-def test_tied_head_is_one_tensor_and_a_stored_copy_is_allowed(tmp_path: Path) -> None:
+def test_a_head_that_equals_the_embedding_is_tied_and_another_one_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write_hf(build_hf("llama", num_hidden_layers=1, tie_word_embeddings=True), tmp_path)
+    file = path / "model.safetensors"
     model = load(path)
     assert model.lm_head.weight is model.embed_tokens.weight
-    edit_tensors(path / "model.safetensors", lm_head__weight=torch.zeros(VOCAB_SIZE, 48))
-    assert torch.equal(load(path).lm_head.weight, model.lm_head.weight)
+    edit_tensors(file, lm_head__weight=model.embed_tokens.weight)
+    copied = load(path)
+    assert copied.lm_head.weight is copied.embed_tokens.weight
+    assert not caplog.records
+    other = model.embed_tokens.weight.clone()
+    other[-1, -1] += 1
+    edit_tensors(file, lm_head__weight=other)
+    untied = load(path)
+    assert torch.equal(untied.lm_head.weight, other)
+    assert torch.equal(untied.embed_tokens.weight, model.embed_tokens.weight)
+    assert [record.getMessage() for record in caplog.records] == [
+        (
+            f"{path}: config.json says tie_word_embeddings = true, but lm_head.weight differs from model.embed_tokens.weight; "
+            "the tensors decide: the head is its own"
+        )
+    ]
+    edit_tensors(file, lm_head__weight=other[1:])
+    assert refused(path).key == f"{file}: lm_head.weight"
+
+
+def test_a_tied_matrix_may_be_stored_as_the_head(tmp_path: Path) -> None:
+    path = write_hf(build_hf("llama", num_hidden_layers=1, tie_word_embeddings=True), tmp_path)
+    model = load(path)
+    edit_tensors(path / "model.safetensors", "model.embed_tokens.weight", lm_head__weight=model.embed_tokens.weight)
+    found = load(path)
+    assert found.lm_head.weight is found.embed_tokens.weight
+    assert torch.equal(found.embed_tokens.weight, model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("changed", [0, 60])
+def test_tensors_are_compared_in_parts_to_the_first_that_differs(changed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphspec.models.checkpoint._COMPARED", 10 * 48)
+    own = torch.randn(VOCAB_SIZE, 48, generator=torch.Generator().manual_seed(3))
+    other = own.clone()
+    other[changed] += 1
+    save_file({"own": own, "copy": own.clone(), "other": other, "rounded": own.bfloat16()}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    read: list[int] = []
+    part = Checkpoint.part
+    monkeypatch.setattr(Checkpoint, "part", lambda self, *place: read.append(place[2]) or part(self, *place))
+    assert checkpoint.equals("own", checkpoint, "copy")
+    assert read == [begin for begin in range(0, 61, 10) for _ in "ab"]
+    read.clear()
+    assert not checkpoint.equals("own", checkpoint, "other")
+    assert read[-1] == changed // 10 * 10
+    assert not checkpoint.equals("own", checkpoint, "rounded")
+    assert checkpoint.equals("own", checkpoint, "rounded", rounded=True)
+    assert checkpoint.equals("rounded", checkpoint, "own", rounded=True)
+    assert not checkpoint.equals("other", checkpoint, "rounded", rounded=True)
 
 
 def test_stored_rotary_frequencies_are_ignored(checkpoint: Path) -> None:
@@ -216,7 +268,9 @@ def test_missing_tensor(checkpoint: Path) -> None:
 
 def test_untied_head_must_be_there(tmp_path: Path) -> None:
     path = write_hf(build_hf("llama", num_hidden_layers=1, tie_word_embeddings=True), tmp_path, tie_word_embeddings=False)
-    assert refused(path).key == f"{path}: lm_head.weight"
+    error = refused(path)
+    assert error.key == f"{path}: lm_head.weight"
+    assert error.expected == "a head of its own, as tie_word_embeddings is not true in config.json"
 
 
 @pytest.mark.parametrize("name", ["model__layers__0__self_attn__q_proj__bias", "model__layers__2__input_layernorm__weight", "extra"])

@@ -112,3 +112,28 @@ def _drawn(name: str, noise: Tensor, *, offset: bool) -> Tensor:
     if name.endswith(("A_log", "dt_bias")):
         return noise - 1
     return (0.6 if "conv1d" in name else 0.3 if "gate.weight" in name else 0.15) * noise
+
+
+def expert_head(family: str, *, stacked: bool, seed: int = 6, **overrides: Any) -> tuple[dict[str, Tensor], Any]:
+    """A prediction head whose MLP is a mixture, under Qwen's names, and a transformers model of one layer that computes as it does.
+
+    Args:
+        family: ``qwen3_next`` or ``qwen3_5_moe``.
+        stacked: all experts in one tensor, or each in its own.
+        seed: of its weights.
+        overrides: keys of the config.
+    """
+    model = build_hybrid(family, seed=seed, num_hidden_layers=1, layer_types=["full_attention"], **overrides)
+    tensors: dict[str, Tensor] = {"mtp.norm.weight": model.model.norm.weight.detach().clone()}
+    for name, tensor in model.model.layers[0].state_dict().items():
+        stem = f"mtp.layers.0.{name}"
+        if stacked or "mlp.experts." not in name:
+            tensors[stem] = tensor.clone()
+            continue
+        for expert, matrix in enumerate(tensor):
+            parts = {"down": matrix} if name.endswith("down_proj") else dict(zip(("gate", "up"), matrix.chunk(2), strict=True))
+            tensors |= {f"mtp.layers.0.mlp.experts.{expert}.{part}_proj.weight": value.clone() for part, value in parts.items()}
+    generator = torch.Generator().manual_seed(seed)
+    tensors |= {f"mtp.pre_fc_norm_{part}.weight": 0.2 * torch.randn(HIDDEN, generator=generator) for part in ("embedding", "hidden")}
+    tensors["mtp.fc.weight"] = 0.15 * torch.randn(HIDDEN, 2 * HIDDEN, generator=generator)
+    return tensors, model

@@ -125,16 +125,21 @@ def add_heads(path: Path, *heads: dict[str, Tensor]) -> Path:
 
 
 class HeadOfTransformers:
-    """A prediction head as transformers computes it, over a model it shares embedding, RoPE and language-model head with."""
+    """A prediction head as transformers computes it, over a model whose RoPE it shares, and embedding and head unless it has its own."""
 
     def __init__(self, model: Any, head: dict[str, Tensor]) -> None:
         self.model = model
         layer_type, norm_type = type(model.model.layers[-1]), type(model.model.norm)
         self.layer = MtpLayer(model.config, layer_type, norm_type, LAYERS).eval()
         own: dict[str, Tensor] = {}
+        self.embedding_VH, self.head_VH = model.model.embed_tokens.weight, model.lm_head.weight
         for name, tensor in head.items():
             name = re.sub(r"^model\.layers\.\d+\.", "", name)
-            if not name.startswith(("embed_tokens", "shared_head.head")):
+            if name == "embed_tokens.weight":
+                self.embedding_VH = tensor
+            elif name == "shared_head.head.weight":
+                self.head_VH = tensor
+            else:
                 outer = name.startswith(("enorm", "hnorm", "eh_proj"))
                 own["post_norm.weight" if name == "shared_head.norm.weight" else name if outer else f"mtp_block.{name}"] = tensor
         experts = model.config.n_routed_experts
@@ -151,7 +156,7 @@ class HeadOfTransformers:
         """Hidden states ``[1, T, H]`` of tokens, each with the hidden state of the token before it."""
         length = len(tokens)
         position_1T = torch.arange(length)[None]
-        embedding_1TH = self.model.model.embed_tokens(torch.tensor([tokens]))
+        embedding_1TH = self.embedding_VH[torch.tensor([tokens])]
         rope = self.model.model.rotary_emb(embedding_1TH, position_ids=position_1T)
         mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
         return self.layer(embedding_1TH, hidden_1TH, rope, mask, position_1T, None)
@@ -163,7 +168,7 @@ class HeadOfTransformers:
 
     @torch.no_grad()
     def log_probs(self, hidden: Tensor) -> Tensor:
-        return self.model.lm_head(hidden).log_softmax(-1)
+        return (hidden @ self.head_VH.T).log_softmax(-1)
 
 
 def greedy(model: Any, prompt: list[int], max_tokens: int) -> list[int]:

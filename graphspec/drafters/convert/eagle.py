@@ -7,8 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from ...facts import ModelFacts
+from ...models.checkpoint import Checkpoint
 from ..eagle.facts import EagleFacts, read_eagle_config
-from ..eagle.loading import EAGLE_NORMS, EAGLE_WRITTEN, eagle_checkpoint
+from ..eagle.loading import EAGLE_LAYOUT, EAGLE_NORMS, EAGLE_WRITTEN, eagle_checkpoint
+from ..head_tensors import TargetVocabulary
 from .head import Head, Kind, decoder_config, decoder_needs, refuse, speculators
 
 _EXPRESSES: dict[str, set[str]] = {
@@ -18,6 +20,16 @@ _EXPRESSES: dict[str, set[str]] = {
 }
 
 
+def _has_own_embedding(head: Head, target: ModelFacts | None) -> bool:
+    """Whether the file has an embedding that is not known to be the target's."""
+    if (name := "embed_tokens.weight") not in head.tensors:
+        return False
+    if target is None or not Checkpoint.is_there(target.path):
+        return True
+    checkpoint = Checkpoint(head.facts.path, EAGLE_LAYOUT.renamed)
+    return TargetVocabulary(target, "meta").differs(checkpoint, name, "embed_tokens")
+
+
 def _write(head: Head, layout: str, target: ModelFacts | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     facts, tensors = head.facts, dict(head.tensors)
     assert isinstance(facts, EagleFacts)
@@ -25,10 +37,12 @@ def _write(head: Head, layout: str, target: ModelFacts | None) -> tuple[dict[str
     can = _EXPRESSES[layout]
     together = len(norms) == len(EAGLE_NORMS) and "layer norms" not in can
     needs = {"all three layer norms": together, "layer norms": bool(norms) and not together}
+    if layout == "speculators-old":  # it stores none
+        needs["an embedding that is not known to be the target's (target=)"] = _has_own_embedding(head, target)
     refuse(facts.path, layout, can, needs | decoder_needs(decoder))
     config = decoder_config(head.config, decoder)
     if layout == "speculators-old":
-        tensors.pop("embed_tokens.weight", None)  # the target's copy, which this layout never stores
+        tensors.pop("embed_tokens.weight", None)
         outer = speculators("eagle", "EagleSpeculator", target)
         outer |= {"transformer_layer_architecture": "LlamaDecoderLayer", "layernorms": bool(norms), "fusion_bias": bool(facts.fc_bias)}
         return outer | {"transformer_layer_config": config}, tensors

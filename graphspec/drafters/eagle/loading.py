@@ -12,7 +12,7 @@ from ...errors import CheckpointError
 from ...layouts import Layout, TensorRule, decoder_rules
 from ...models.checkpoint import Checkpoint, Progress
 from ...models.llama import LlamaModel
-from ..head_tensors import fill_head, looks_like, settle, settle_decoder
+from ..head_tensors import TargetVocabulary, fill_head, looks_like, settle, settle_decoder
 from .network import EagleDraft
 
 if TYPE_CHECKING:
@@ -20,15 +20,12 @@ if TYPE_CHECKING:
 
 EAGLE_LAYOUT = Layout(
     rules=(
-        *(TensorRule(name, (name,)) for name in ("fc.weight", "fc.bias")),
+        *(TensorRule(name, (name,)) for name in ("fc.weight", "fc.bias", "embed_tokens.weight")),
         *(TensorRule(f"{name}.weight", (f"{name}.weight",)) for name in ("embed_layernorm", "lm_head_layernorm")),
         TensorRule("layer.input_layernorm.weight", ("hidden_layernorm.weight",)),
         *decoder_rules("layer.", "layers.0."),
     ),
-    ignored=(
-        "embed_tokens.weight",  # a copy of the target's, which is used instead; its shape is checked
-        "layers.0.self_attn.rotary_emb.inv_freq",  # derived from config.json
-    ),
+    ignored=("layers.0.self_attn.rotary_emb.inv_freq",),  # derived from config.json
     renamed=(
         ("fusion_fc.", "fc."),
         ("transformer.", "layers.0."),
@@ -78,7 +75,7 @@ def load_eagle(
     device: torch.device | str,
     progress: Progress | None = None,
 ) -> EagleDraft:
-    """The EAGLE-1/2 head of a checkpoint, in ``dtype`` on ``device``, with the target's embedding and head.
+    """The EAGLE-1/2 head of a checkpoint, in ``dtype`` on ``device``, with the target's head and, unless the file has another, embedding.
 
     Raises:
         CheckpointError: as :func:`load_target`; also another kind of checkpoint, or norms that config and tensors disagree on.
@@ -86,9 +83,13 @@ def load_eagle(
     checkpoint, facts, norms = eagle_checkpoint(facts)
     size = facts.decoder.hidden_size
     checkpoint.check("fc.weight", (size, 2 * size))  # first: its shape distinguishes kinds of heads best
-    if "embed_tokens.weight" in checkpoint:
-        checkpoint.check("embed_tokens.weight", (facts.decoder.vocab_size, size))
+    own_embedding, embedding = False, "embed_tokens.weight"
+    if embedding in checkpoint:
+        checkpoint.check(embedding, (facts.decoder.vocab_size, size))
+        own_embedding = TargetVocabulary(target.facts, device).differs(checkpoint, embedding, "embed_tokens")
     with torch.device("meta"):
-        draft = EagleDraft(facts, max_positions, target.embed_tokens, target.lm_head, norms)
-    fill_head(draft, checkpoint, EAGLE_LAYOUT, {"embed_tokens.weight", "lm_head.weight"}, dtype, device, progress)
+        draft = EagleDraft(facts, max_positions, None if own_embedding else target.embed_tokens, target.lm_head, norms)
+    shared = {"lm_head.weight", *(() if own_embedding else (embedding,))}
+    copies = set() if own_embedding else {embedding}
+    fill_head(draft, checkpoint, EAGLE_LAYOUT, shared, dtype, device, progress, copies)
     return draft.eval()

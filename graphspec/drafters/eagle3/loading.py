@@ -60,14 +60,14 @@ def read_vocab_map(checkpoint: Checkpoint, vocab_size: int, draft_vocab_size: in
     Raises:
         CheckpointError: a map that is needed and missing, leaves the vocabulary, holds ids instead of offsets, or disagrees with ``t2d``.
     """
+    mask_V = checkpoint.read("t2d", (vocab_size,), ("BOOL", "U8", *INTEGERS)).bool() if "t2d" in checkpoint else None
     if "d2t" not in checkpoint:
-        if draft_vocab_size != vocab_size:
+        if draft_vocab_size != vocab_size or (mask_V is not None and not mask_V.all()):
             expected = f"{draft_vocab_size} offsets into a vocabulary of {vocab_size}"
             raise CheckpointError(f"{checkpoint.path}: d2t", expected, "no such tensor")
         return None
     offset_Vd = checkpoint.read("d2t", (draft_vocab_size,), INTEGERS).long()
     token_Vd = torch.arange(draft_vocab_size) + offset_Vd
-    mask_V = checkpoint.read("t2d", (vocab_size,), ("BOOL", "U8", *INTEGERS)).bool() if "t2d" in checkpoint else None
 
     def is_map(ids_Vd: Tensor) -> bool:
         inside = bool(((ids_Vd >= 0) & (ids_Vd < vocab_size)).all()) and bool((ids_Vd.diff() > 0).all())

@@ -16,7 +16,7 @@ from ...facts.model import ModelFacts, read_decoder
 from ...layouts import PREDICTION_HEADS
 from ...shapes import CycleShape
 from ..head_config import nested_keys
-from .layout import MTP_LAYOUTS
+from .layout import LAYERS, MTP_LAYOUTS
 
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """Keys for the number of heads in configs of DeepSeek and MiMo, of Qwen3.5, and of transformers."""
@@ -109,8 +109,7 @@ def _family(keys: Keys, layout: str, architecture: str) -> Family:
     if layout == "qwen":
         family = find_family(architecture)
         if family is not None and family.recurrent is not None and family.attention_gate:
-            # The layer of the head attends, and its MLP is dense.
-            return replace(family, recurrent=None, experts=None)
+            return replace(family, recurrent=None)  # the layer of the head attends
         raise keys.error("architectures", "a Qwen3Next or Qwen3_5 architecture, whose heads are named mtp.fc")
     if layout == "mimo":
         if architecture in _MIMO:
@@ -122,14 +121,18 @@ def _family(keys: Keys, layout: str, architecture: str) -> Family:
     return family
 
 
-def _settle_experts(decoder: ModelFacts, layout: str, heads: list[int], names: list[str]) -> ModelFacts:
+def _settle_experts(decoder: ModelFacts, prefixes: tuple[str, ...], names: list[str]) -> ModelFacts:
     """The facts with a mixture of experts in the heads that have its tensors; a model's rule for its layers need not apply to the heads.
+
+    Args:
+        decoder: of all heads.
+        prefixes: of the tensors of each head's layer.
+        names: of those tensors.
 
     Raises:
         CheckpointError: a tensor of latent attention or of a mixture that layers of this architecture don't have.
     """
-    prefixes = tuple(f"model.layers.{head}." for head in heads) if layout == "deepseek" else PREDICTION_HEADS
-    for name in (name for name in names if name.startswith(prefixes)):
+    for name in names:
         for pattern, there, what in (
             (_LATENT, decoder.latent is not None, "attention over keys and values"),
             (_MIXTURE, decoder.experts is not None, "a dense MLP"),
@@ -140,6 +143,11 @@ def _settle_experts(decoder: ModelFacts, layout: str, heads: list[int], names: l
         return decoder
     mixtures = tuple(f"{prefix}mlp.gate.weight" in names for prefix in prefixes)
     return replace(decoder, experts=replace(decoder.experts, layers=mixtures))
+
+
+def _language_model(keys: Keys) -> Keys:
+    """The keys of the language model, which models that also see images nest."""
+    return nested_keys(keys, "text_config") if keys.present("text_config") else keys
 
 
 def read_mtp_facts(path: str | Path, target: ModelFacts) -> MTPFacts:
@@ -156,11 +164,14 @@ def read_mtp_facts(path: str | Path, target: ModelFacts) -> MTPFacts:
     architecture = read_architecture(keys, "a model with multi-token-prediction heads")
     if "eagle" in architecture.lower() or keys.present("draft_vocab_size") or keys.present("eagle_config"):
         raise keys.error("architectures", "a model with multi-token-prediction heads", "an EAGLE head belongs to another variant")
-    if keys.present("text_config"):  # models that also see images nest their language model's keys
-        keys = nested_keys(keys, "text_config")
+    keys = _language_model(keys)
     layout, heads, names = _find_heads(path)
     num_heads = _count(keys, layout, heads, names)
+    prefixes = tuple(LAYERS[layout].replace("*", str(head)) for head in heads)
+    names = [name for name in names if name.startswith(prefixes)]
     family = _family(keys, layout, architecture)
+    if not any(map(_MIXTURE.search, names)):
+        family = replace(family, experts=None)
     if keys.flag("mtp_use_dedicated_embeddings", False):
         raise keys.error("mtp_use_dedicated_embeddings", "absent or false", "heads share the target's embedding")
     num_layers = keys.integer("num_hidden_layers", most=MOST_LAYERS)
@@ -170,7 +181,7 @@ def read_mtp_facts(path: str | Path, target: ModelFacts) -> MTPFacts:
     first_layer = heads[0] if layout == "deepseek" else num_layers  # its index in the stack, which decides on its sliding window
     layers = Keys({**keys.values, "num_hidden_layers": first_layer + num_heads}, keys.where)
     decoder = read_decoder(layers, path, architecture, family).layers_from(first_layer)
-    decoder = _settle_experts(decoder, layout, heads, names)
+    decoder = _settle_experts(decoder, prefixes, names)
     return _facts(keys, path, target, decoder, num_heads, layout, heads[0])
 
 
@@ -194,7 +205,8 @@ def counted_facts(folder: Path, target: ModelFacts) -> tuple[MTPFacts, str]:
     """Facts of as many prediction heads as a config states, as layers after the last; see :attr:`graphspec.catalog.Variant.assumed`."""
     keys = read_config(folder)
     architecture = read_architecture(keys, "a model with multi-token-prediction heads")
-    layout = "mimo" if architecture == _MIMO[0] else "deepseek"
+    keys, own = _language_model(keys), find_family(architecture)
+    layout = "mimo" if architecture == _MIMO[0] else "qwen" if own is not None and own.attention_gate else "deepseek"
     family = _family(keys, layout, architecture)
     count = keys.integer(next((key for key in COUNT_KEYS if keys.present(key)), COUNT_KEYS[0]))
     layers = keys.integer("num_hidden_layers")

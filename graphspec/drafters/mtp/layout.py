@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ...layouts import Layout, TensorRule, decoder_rules
+from ...layouts import Layout, TensorRule, decoder_rules, qwen_expert_rules
+
+LAYERS = {"deepseek": "model.layers.*.", "qwen": "mtp.layers.*.", "mimo": "model.mtp_layers.*."}
+"""Per layout, the prefix of the layer of a head."""
 
 
 def _prediction_head(
@@ -13,6 +16,7 @@ def _prediction_head(
             TensorRule("embedding_norm.weight", (f"{prefix}{embedding_norm}.weight",)),
             TensorRule("hidden_norm.weight", (f"{prefix}{hidden_norm}.weight",)),
             TensorRule("projection.weight", (f"{prefix}{projection}.weight",)),
+            *qwen_expert_rules("layer.", layer),
             *decoder_rules("layer.", layer),
             TensorRule("norm.weight", (f"{prefix}{norm}.weight",)),
         ),
@@ -21,18 +25,18 @@ def _prediction_head(
 
 
 NEXTN_LAYOUT = _prediction_head(
-    "model.layers.*.", "enorm", "hnorm", "eh_proj", "shared_head.norm", "model.layers.*.",
+    "model.layers.*.", "enorm", "hnorm", "eh_proj", "shared_head.norm", LAYERS["deepseek"],
     ignored=("embed_tokens.weight", "shared_head.head.weight"),  # copies of the target's, which are used instead
 )  # fmt: skip
 """DeepSeek's NextN heads: layers after the target's last one, or numbered from 0 in a separate file."""
 
 
-QWEN_MTP_LAYOUT = _prediction_head("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "mtp.layers.*.")
+QWEN_MTP_LAYOUT = _prediction_head("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", LAYERS["qwen"])
 """The one head of Qwen3-Next and Qwen3.5."""
 
 
 MIMO_MTP_LAYOUT = _prediction_head(
-    "model.mtp_layers.*.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", "model.mtp_layers.*."
+    "model.mtp_layers.*.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", LAYERS["mimo"]
 )
 """MiMo's heads."""
 

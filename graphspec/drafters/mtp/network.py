@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from ...kernels.linear import ResidualStream
+from ...kernels.linear import Hidden, ResidualStream
 from ...models.layers import Embedding, Linear, RMSNorm
 from ...models.llama import DecoderLayer
 from ...models.stack import DecoderStack, DraftInput, packing_obstacle
@@ -25,6 +25,9 @@ class MTPHead(nn.Module):
     Args:
         facts: of all heads.
         layer: index of this head's layer, for its sliding window and its KV.
+
+    Attributes:
+        embed_tokens, lm_head: its own, where a checkpoint has others than the target's; None: those of all heads.
     """
 
     def __init__(self, facts: MTPFacts, layer: int) -> None:
@@ -36,6 +39,8 @@ class MTPHead(nn.Module):
         self.projection = Linear(2 * size, size)
         self.layer = DecoderLayer(decoder, layer)
         self.norm = RMSNorm.of(decoder)
+        self.embed_tokens: Embedding | None = None
+        self.lm_head: Linear | None = None
         self.stack: DecoderStack | None = None
         self.draft_input: DraftInput | None = None
 
@@ -43,7 +48,7 @@ class MTPHead(nn.Module):
         """See :func:`graphspec.models.stack.pack_network`."""
         if (reason := packing_obstacle([self.layer])) is not None:
             return reason
-        self.draft_input = DraftInput(embedding, self.embedding_norm, self.hidden_norm, self.hidden_first)
+        self.draft_input = DraftInput(self.embed_tokens or embedding, self.embedding_norm, self.hidden_norm, self.hidden_first)
         self.stack = DecoderStack([self.layer], [self.layer.input_layernorm], rotary_dim, self.norm)
         self.layer.enter_stack(self.stack, 0)
         return None
@@ -61,7 +66,7 @@ class MTPHead(nn.Module):
             entering_BTE, _ = self.draft_input(token_BT, hidden_BTH, valid_BT)
         else:
             hidden_BTH = torch.where(valid_BT[..., None], hidden_BTH, 0.0)
-            halves = (self.embedding_norm(embedding(token_BT, valid_BT)), self.hidden_norm(hidden_BTH))
+            halves = (self.embedding_norm((self.embed_tokens or embedding)(token_BT, valid_BT)), self.hidden_norm(hidden_BTH))
             entering_BTE = torch.cat(halves[::-1] if self.hidden_first else halves, dim=-1)
         out_BTH: Tensor = self.projection(entering_BTE)
         return out_BTH
@@ -108,6 +113,11 @@ class MTPDraft(DraftNetwork):
         head = self._head(step)
         residual_BTH = head.enter(token_BT, hidden_BTH, attention.valid_BT, self.embed_tokens)
         head.layer.write_kv(residual_BTH, self.rotary.of(attention), attention)
+
+    def logits(self, hidden: Hidden, step: int = 0) -> Tensor:
+        """float32 ``[..., V]`` of what ``forward`` returned for ``step``."""
+        out: Tensor = (self._head(step).lm_head or self.lm_head)(hidden, float32=True)
+        return out
 
     def _head(self, step: int) -> MTPHead:
         return cast("MTPHead", self.heads[min(step, self.facts.num_heads - 1)])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from ...errors import CheckpointError
 from ...facts.draft import DraftFacts
+from ...facts.files import find_file
 from ...facts.keys import read_config
 from ...facts.model import ModelFacts, read_model_facts
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +29,11 @@ class StandaloneFacts(DraftFacts):
 def read_standalone_facts(path: str | Path, target: ModelFacts) -> StandaloneFacts:
     """Facts of a small language model, checked against the target it drafts for.
 
+    Vocabularies of two sizes are one that was padded differently: ids beyond the smaller one mean nothing to a tokenizer. Rows of the draft
+    beyond the target's are not read; ids of the target beyond the draft's are zero vectors to it, and it does not propose them.
+
     Raises:
-        CheckpointError: as :func:`read_model_facts`; also a head that is no whole model, or a vocabulary of another size.
+        CheckpointError: as :func:`read_model_facts`; also a head that is no whole model.
     """
     path = Path(path)
     keys = read_config(path)
@@ -42,15 +48,16 @@ def read_standalone_facts(path: str | Path, target: ModelFacts) -> StandaloneFac
             "a draft needs a state after every step of every beam",
         )
     if decoder.vocab_size != target.vocab_size:
-        raise CheckpointError(
-            f"{path / 'config.json'}: vocab_size",
-            f"{target.vocab_size}, as in {target.path}",
-            decoder.vocab_size,
-            "draft and target must share one vocabulary; one padded to another size is refused as well",
-        )
+        compared = all(find_file(folder / "tokenizer.json") for folder in (path, target.path))
+        padded = "taken as padding" if compared else "taken as padding, without two tokenizers to compare"
+        message = f"%s: a vocabulary of %d, that of the target is %d: {padded}"
+        _LOG.log(logging.INFO if compared else logging.WARNING, message, path, decoder.vocab_size, target.vocab_size)
+    if decoder.vocab_size > target.vocab_size:
+        decoder = replace(decoder, vocab_size=target.vocab_size, stored_vocab_size=decoder.vocab_size)
     return StandaloneFacts(
         path=path,
         decoder=decoder,
         draft_vocab_size=decoder.vocab_size,
         target_hidden_size=target.hidden_size,
+        begins_vocabulary=decoder.vocab_size < target.vocab_size,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from ...models.checkpoint import Progress
@@ -11,8 +12,6 @@ from ...models.llama import LlamaModel
 from ...models.target import load_target
 
 if TYPE_CHECKING:
-    import torch
-
     from ...models.attention import Attention
     from .facts import StandaloneFacts
 
@@ -30,8 +29,10 @@ class StandaloneDraft(nn.Module):
         super().__init__()
         self.facts = facts
         self.model = model or LlamaModel(facts.decoder, (), max_positions)
-        self.target_token_Vd: Tensor | None  # int64, once the head is trimmed to some tokens; None: the vocabularies are one
-        self.register_buffer("target_token_Vd", None, persistent=False)
+        # int64: target id of each column, where the vocabulary is smaller or the head was trimmed to some tokens; None: they are one
+        self.target_token_Vd: Tensor | None
+        own = torch.arange(facts.draft_vocab_size, device="cpu") if facts.begins_vocabulary else None
+        self.register_buffer("target_token_Vd", own, persistent=False)
 
     def pack_stack(self) -> str | None:
         """See :func:`graphspec.models.stack.pack_network`."""
@@ -74,7 +75,7 @@ def load_standalone(
     """
     del target
     model = load_target(facts.decoder, (), max_positions, dtype, device, progress)
-    return StandaloneDraft(facts, max_positions, model).eval()
+    return StandaloneDraft(facts, max_positions, model).to(device).eval()
 
 
 def outline(facts: StandaloneFacts, target: LlamaModel) -> StandaloneDraft:

@@ -223,7 +223,7 @@ def time_passes(llm: LLM) -> dict[str, Curve]:
         if network is None:
             continue
         facts = llm.plan.target if name == "target" else cast("Any", llm.plan.draft).decoder
-        limit = min(llm.plan.max_context, facts.max_position_embeddings)
+        limit = min(llm.plan.max_context, facts.longest_context)
         contexts = (limit // 16, limit * 3 // 4)
         room = limit - contexts[1]
         for rows in ROWS:

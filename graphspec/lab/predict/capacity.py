@@ -131,7 +131,7 @@ def capacity(
         _, found = at(rows, context)
         return found.total <= found.budget
 
-    longest = pair.target.max_position_embeddings
+    longest = pair.target.longest_context
     most = longest_context = None
     if memory is not None:
         most = _largest(lambda rows: fits(rows, context), MOST_ROWS)

@@ -217,7 +217,7 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
         if options.measure:
             raise ConfigError("plan.measure", f"false with runtime.tensor_parallel={size}: one process is no rank", "true")
         pair = replace(pair, target=pair.target.of_rank(0, size))
-    longest = int(pair.target.max_position_embeddings * (pair.target.rope.factor if pair.target.rope.kind == "dynamic" else 1))
+    longest = pair.target.longest_context
     context = options.context or min(DEFAULT_CONTEXT, longest)
     if context > longest:
         raise ConfigError("plan.context", f"at most the checkpoint's {longest}", context)
