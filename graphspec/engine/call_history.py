@@ -1,8 +1,8 @@
 """Tool calls of earlier turns, with their arguments in the spelling that a chat template wants.
 
-OpenAI's protocol has the arguments as JSON text. Some templates join that text with others (DeepSeek V3 and R1), most write an object as JSON
-or go through its items (Hermes, Qwen, Llama 3.1, Mistral). Which of the two a template does shows when it writes an object that no template
-expects: as Python spells it, or with an error, where it wanted text.
+In OpenAI's protocol the arguments are JSON text. Some templates join that text with other text (DeepSeek V3 and R1). Most write an object
+as JSON, or go through its items (Hermes, Qwen, Llama 3.1, Mistral). A template is tried with an object that no conversation has: one that
+wants text raises an error, or writes the object as Python spells it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def check_calls(key: str, calls: Any) -> list[Message]:
 
     Args:
         key: of the field.
-        calls: ``{"function": {"name": ..., "arguments": ...}}`` each; the arguments are an object, or text. None and no text are no arguments.
+        calls: ``{"function": {"name": ..., "arguments": ...}}`` each. The arguments are an object or its text; None and an empty text are
+            no arguments.
 
     Raises:
         RequestError: something else.

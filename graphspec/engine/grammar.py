@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from ..errors import CheckpointError, RequestError
 from ..hints import install_hint
 from ..plan import Plan
 from ..shapes import MASK_BITS
-from .request import SamplingParams
 from .grammar_ends import endless_rule
+from .request import SamplingParams
 from .structured import KEY, Structured
 from .structured_source import prepared
 from .text import Tokenizer

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 _TOKEN = re.compile(
-    r"""(?P<text>"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\])|(?P<rule>^[\w.-]+(?=\ ::=))|(?P<function>[A-Za-z]\w*\()|(?P<name>[A-Za-z_][\w.-]*)"""
+    r"""(?P<text>"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\])|(?P<rule>^[\w.-]+(?=\ ::=))"""
+    r"""|(?P<function>[A-Za-z]\w*\()|(?P<name>[A-Za-z_][\w.-]*)"""
     r"""|(?P<counts>\{\s*\d+\s*(?:,\s*-?\d*\s*)?\})|(?P<look>\(=)|(?P<mark>[()|*+?])""",
     re.MULTILINE | re.DOTALL,
 )

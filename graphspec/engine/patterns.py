@@ -1,9 +1,9 @@
-"""Regular expressions, read as Python and ECMA 262 both read them, and spelled so that xgrammar reads them so too.
+r"""Regular expressions as Python and ECMA 262 both read them, written so that xgrammar reads them the same way.
 
-xgrammar ignores some of what an expression may say (``(?=a)``, an anchor in the middle), reads classes more widely than either (``\\S`` has
-the no-break space), and in a JSON string writes a quote or a line break as it is. So the expression is parsed here and written anew, in
-classes of characters without escapes. Where the two definitions differ, the smaller language is taken: what matches the new expression
-matches the old one, by both.
+xgrammar ignores parts of an expression (``(?=a)``, an anchor in the middle), reads some classes more widely than both definitions (``\S``
+has the no-break space), and writes a quote or a line break into a JSON string without an escape. So the expression is parsed here and written
+anew, in classes of characters without escapes. Where the two definitions differ, the smaller language is taken: what matches the new
+expression matches the old one by both.
 """
 
 from __future__ import annotations
@@ -64,17 +64,22 @@ def _minus(ranges: Ranges, others: Ranges) -> Ranges:
 
 @cache
 def _any_digit() -> Ranges:
-    """Python's ``\\d``."""
+    r"""Python's ``\d``."""
     return _union((code, code) for code in range(MOST + 1) if unicodedata.category(chr(code)) == "Nd")
 
 
 def _escaped_class(letter: str) -> tuple[Ranges, Ranges] | None:
-    """What ``\\d`` and its like have by every definition, and by any; None: no such class."""
-    both = {"d": (_DIGIT, _any_digit), "s": (_SPACE, lambda: _ANY_SPACE), "w": (_WORD, lambda: _union(_WORD, (_BEYOND_ASCII,)))}
-    if letter.lower() not in both:
-        return None
-    inner, outer = both[letter.lower()]
-    return (inner, outer()) if letter.islower() else (_without(outer()), _without(inner))
+    r"""What ``\d``, ``\s``, ``\w`` and their negations match by every definition, and by any; None: no such class."""
+    match letter.lower():
+        case "d":
+            inner, outer = _DIGIT, _any_digit()
+        case "s":
+            inner, outer = _SPACE, _ANY_SPACE
+        case "w":
+            inner, outer = _WORD, _union(_WORD, (_BEYOND_ASCII,))
+        case _:
+            return None
+    return (inner, outer) if letter.islower() else (_without(outer), _without(inner))
 
 
 def _folded(ranges: Ranges, *, any_definition: bool) -> Ranges:
@@ -367,7 +372,7 @@ class _Parser:
             inner, outer, name = self._escape(in_class=True)
             return inner, outer, name[1] not in "dDsSwW" and bool(inner)
         one = () if SURROGATES[0] <= ord(character) <= SURROGATES[1] else ((ord(character),) * 2,)
-        return one, one, bool(one)  # type: ignore[return-value]
+        return one, one, bool(one)
 
 
 def _spelled(code: int) -> str:

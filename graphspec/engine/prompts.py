@@ -17,7 +17,7 @@ from .text import Conversation, Tokenizer
 
 
 class TextPrompt(TypedDict):
-    """A prompt as vLLM spells it. ``add_special_tokens``: false for a text that has its special tokens, such as a formatted conversation."""
+    """A prompt as vLLM spells it. ``add_special_tokens=False``: the text has its special tokens, as a formatted conversation does."""
 
     prompt: str
     add_special_tokens: NotRequired[bool]

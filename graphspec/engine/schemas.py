@@ -46,7 +46,7 @@ def check_schema(key: str, schema: Any) -> Any:
     Its references are resolved, and its expressions are written as xgrammar reads them (:mod:`graphspec.engine.patterns`).
 
     Raises:
-        RequestError: a keyword that has no effect where it stands, a reference to nothing, an expression that can't be enforced, or a schema
+        RequestError: a keyword that has no effect where it stands, a reference to nothing, an expression that can't be enforced, or one
             that is too deep; the key names the place.
     """
     if not isinstance(schema, dict):
@@ -137,7 +137,9 @@ class _Checker:
                 found = [self._resolved(f"{key}.oneOf[{place}]", each) for place, each in enumerate(schema[name])]
                 for (first, one), (second, other) in combinations(enumerate(found), 2):
                     if not _disjoint(one, other):
-                        expected = "alternatives of different types, or a required property that differs by const or enum (else write anyOf)"
+                        expected = (
+                            "alternatives of different types, or a required property that differs by const or enum (else write anyOf)"
+                        )
                         raise RequestError(f"{key}.oneOf", expected, f"alternatives {first} and {second}")
 
     def _resolved(self, key: str, schema: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What xgrammar compiles for a required format: the same, with each schema and expression in it checked and written as xgrammar reads it."""
+"""The source that xgrammar compiles for a required format, with its schemas and expressions checked and written as xgrammar reads them."""
 
 from __future__ import annotations
 

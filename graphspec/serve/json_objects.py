@@ -15,7 +15,7 @@ _SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true
 _HEX = frozenset("0123456789abcdefABCDEF")
 
 
-class NoObject(Exception):
+class NotAnObjectError(Exception):
     """The text can't be a JSON object, whatever follows."""
 
 
@@ -37,7 +37,7 @@ class ObjectScanner:
         """Read on in ``text`` from ``place``; returns where the object has ended, None: not in this text.
 
         Raises:
-            NoObject: a character that can't belong to an object.
+            NotAnObjectError: a character that can't belong to an object.
         """
         while place < len(text):
             match self._expects:
@@ -68,13 +68,13 @@ class ObjectScanner:
             case "\\":
                 self._expects = "escape"
             case _:
-                raise NoObject
+                raise NotAnObjectError
         return run.end() + 1
 
     def _escaped(self, character: str) -> None:
         if self._expects == "hex":
             if character not in _HEX:
-                raise NoObject
+                raise NotAnObjectError
             self._hex -= 1
             self._expects = "hex" if self._hex else "string"
         elif character == "u":
@@ -82,17 +82,17 @@ class ObjectScanner:
         elif character in '"\\/bfnrt':
             self._expects = "string"
         else:
-            raise NoObject
+            raise NotAnObjectError
 
     def _in_bare(self, text: str, place: int) -> int:
         run = _BARE.match(text, place)
         assert run is not None
         self._bare += run.group()
         if len(self._bare) > LONGEST_SCALAR:
-            raise NoObject
+            raise NotAnObjectError
         if run.end() < len(text):
             if _SCALAR.fullmatch(self._bare) is None:
-                raise NoObject
+                raise NotAnObjectError
             self._expects = "next"
         return run.end()
 
@@ -111,7 +111,7 @@ class ObjectScanner:
             self._closers.pop()
             self._expects = "next"
         elif expects not in ("value", "first value"):
-            raise NoObject
+            raise NotAnObjectError
         elif character == '"':
             self._expects, self._after_string = "string", "next"
         elif _BARE.fullmatch(character):
@@ -123,6 +123,6 @@ class ObjectScanner:
 
     def _open(self, character: str, *, only: str) -> None:
         if character not in only or len(self._closers) == DEEPEST:
-            raise NoObject
+            raise NotAnObjectError
         self._closers.append("}" if character == "{" else "]")
         self._expects = "first key" if character == "{" else "first value"

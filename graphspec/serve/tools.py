@@ -14,7 +14,7 @@ from typing import Any
 from ..checks import brief
 from ..engine.stops import overlap
 from .errors import bad_field
-from .json_objects import SPACE, NoObject, ObjectScanner
+from .json_objects import SPACE, NotAnObjectError, ObjectScanner
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def read_tools(tools: object, choice: object, *, parallel: bool = True) -> Tools
     for place, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         named = isinstance(function, dict) and isinstance(function.get("name"), str)
-        if not named or not isinstance(function.get("parameters", {}), dict):  # type: ignore[union-attr]
+        if not named or not isinstance(function.get("parameters") or {}, dict):  # type: ignore[union-attr]
             raise bad_field(f"tools[{place}]", '{"type": "function", "function": {"name": ..., "parameters": {...}}}', "something else")
     if choice is None or choice == "auto":
         return Tools(tuple(tools), read=True)
@@ -101,7 +101,7 @@ def _calls_of(tools: Sequence[Mapping[str, Any]], *, single: bool) -> dict[str, 
         {
             "type": "tag",
             "begin": f'{BEGIN}\n{{"name": {json.dumps(tool["function"]["name"])}, "arguments": ',
-            "content": {"type": "json_schema", "json_schema": tool["function"].get("parameters", {"type": "object"})},
+            "content": {"type": "json_schema", "json_schema": _arguments_schema(tool["function"])},
             "end": f"}}\n{END}",
         }
         for tool in tools
@@ -110,10 +110,43 @@ def _calls_of(tools: Sequence[Mapping[str, Any]], *, single: bool) -> dict[str, 
     return {"type": "structural_tag", "format": form}
 
 
+def _arguments_schema(function: Mapping[str, Any]) -> Any:
+    """The schema of a function's arguments, which allows objects and nothing else.
+
+    Raises:
+        ApiError: 400, it allows no object.
+    """
+    schema = function.get("parameters") or {}
+    if (found := _of_objects(schema)) is None:
+        raise bad_field(f"tools: {brief(function['name'])}.parameters", "a schema of objects", brief(schema))
+    return found
+
+
+def _of_objects(schema: Any) -> Any:
+    """What is left of a schema when only objects are allowed; None: nothing."""
+    if not isinstance(schema, dict):
+        return {"type": "object"} if schema is True else None
+    for name in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(name), list):
+            parts = [_of_objects(part) for part in schema[name]]
+            left = [part for part in parts if part is not None]
+            return {**schema, name: left} if left and (name != "allOf" or len(left) == len(parts)) else None
+    if "enum" in schema and isinstance(schema["enum"], list):
+        left = [value for value in schema["enum"] if isinstance(value, dict)]
+        return {**schema, "enum": left} if left else None
+    if "const" in schema:
+        return schema if isinstance(schema["const"], dict) else None
+    if "$ref" in schema:
+        # Its target is resolved and checked with the rest of the schema. Other values than objects are content then, as any wrong call is.
+        return schema
+    kinds = schema.get("type", "object")
+    return {**schema, "type": "object"} if kinds == "object" or (isinstance(kinds, list) and "object" in kinds) else None
+
+
 class CallReader:
     """Splits a growing text into content and calls.
 
-    After a begin mark the longest JSON object is read, and then an end mark if there is one; what JSON has in its texts are no marks. A mark
+    After a begin mark a JSON object is read, and then an end mark if there is one. Marks inside the object's strings count as text. A mark
     without an object is content, and so is an object that is no call; both are logged. No character is held longer than the object that
     it may belong to, and each is read a bounded number of times.
     """
@@ -160,8 +193,8 @@ class CallReader:
         try:
             end = self._scanner.read(text, place)
             if end is None and last:
-                raise NoObject
-        except NoObject:
+                raise NotAnObjectError
+        except NotAnObjectError:
             # The mark is content, and whatever follows it may have marks of its own.
             if self._held:
                 text, place = "".join([*self._held, text[place:]]), 0
