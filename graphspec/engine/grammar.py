@@ -195,7 +195,7 @@ class Grammars:
         if not ends:
             expected = "a special token to end with: an end-of-text id (ignore_eos=False), or one of stop_token_ids"
             raise RequestError(KEY, expected, f"stop ids {list(stop_ids)}")
-        return RowGrammar(_compile(compiler, structured), ends, speller)
+        return RowGrammar(compile_grammar(compiler, structured), ends, speller)
 
     def _compiler(self, tokenizer: Callable[[], Tokenizer], *, tags: bool) -> tuple[GrammarCompiler, Speller]:
         with self._lock:
@@ -231,7 +231,7 @@ class Grammars:
         return compiler, Speller(info.decoded_vocab)
 
 
-def _compile(compiler: GrammarCompiler, structured: Structured) -> CompiledGrammar:
+def compile_grammar(compiler: GrammarCompiler, structured: Structured) -> CompiledGrammar:
     """Compile, or find what was compiled before.
 
     Raises:

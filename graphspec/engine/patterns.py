@@ -1,9 +1,9 @@
 r"""Regular expressions as Python and ECMA 262 both read them, written so that xgrammar reads them the same way.
 
 xgrammar ignores parts of an expression (``(?=a)``, an anchor in the middle), reads some classes more widely than both definitions (``\S``
-has the no-break space), and writes a quote or a line break into a JSON string without an escape. So the expression is parsed here and written
-anew, in classes of characters without escapes. Where the two definitions differ, the smaller language is taken: what matches the new
-expression matches the old one by both.
+has the no-break space), and writes a quote or a line break into a JSON string without an escape. So the expression is parsed here and
+written anew, in classes of characters without escapes. Where the two definitions differ, the smaller language is taken: what matches the
+new expression matches the old one by both.
 """
 
 from __future__ import annotations
