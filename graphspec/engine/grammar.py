@@ -6,11 +6,10 @@ preemption, an interrupt or a new prefill need nothing of it.
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,9 +19,10 @@ from ..errors import CheckpointError, RequestError
 from ..hints import install_hint
 from ..plan import Plan
 from ..shapes import MASK_BITS
+from .grammar_ends import endless_rule
 from .request import SamplingParams
-from .schemas import check_schema
 from .structured import KEY, Structured
+from .structured_source import prepared
 from .text import Tokenizer
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class Grammars:
         if not ends:
             expected = "a special token to end with: an end-of-text id (ignore_eos=False), or one of stop_token_ids"
             raise RequestError(KEY, expected, f"stop ids {list(stop_ids)}")
-        return RowGrammar(_compile(compiler, structured), ends, speller)
+        return RowGrammar(compile_grammar(compiler, structured), ends, speller)
 
     def _compiler(self, tokenizer: Callable[[], Tokenizer], *, tags: bool) -> tuple[GrammarCompiler, Speller]:
         with self._lock:
@@ -231,30 +231,29 @@ class Grammars:
         return compiler, Speller(info.decoded_vocab)
 
 
-def _compile(compiler: GrammarCompiler, structured: Structured) -> CompiledGrammar:
+def compile_grammar(compiler: GrammarCompiler, structured: Structured) -> CompiledGrammar:
     """Compile, or find what was compiled before.
 
     Raises:
-        RequestError: it is no grammar, or asks for what xgrammar does not enforce.
+        RequestError: it is no grammar, has a part without a text, or asks for what xgrammar does not enforce.
     """
     kind = structured.kind
-    if structured.json_schema is not None:
-        check_schema(f"{KEY}.{kind}", json.loads(str(structured.json_schema)))
-    source: Any = getattr(structured, kind)
+    key, source = f"{KEY}.{kind}", prepared(structured)
     try:
-        if kind == "json_schema":
-            return compiler.compile_json_schema(source, any_whitespace=structured.any_whitespace)
-        if kind == "json_object":
-            return compiler.compile_json_schema('{"type": "object"}', any_whitespace=structured.any_whitespace)
-        if kind == "regex":
-            return compiler.compile_regex(source)
-        if kind == "structural_tag":
-            return compiler.compile_structural_tag(source)
-        if kind == "choice":
-            source = "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in source)
-        return compiler.compile_grammar(source)
+        if kind in ("json_schema", "json_object"):
+            compiled = compiler.compile_json_schema(source, any_whitespace=structured.any_whitespace)
+        elif kind == "regex":
+            compiled = compiler.compile_regex(source)
+        elif kind == "structural_tag":
+            compiled = compiler.compile_structural_tag(source)
+        else:
+            compiled = compiler.compile_grammar(source)
+        endless = endless_rule(str(compiled.grammar))
     except Exception as error:  # xgrammar's own reasons, most of them RuntimeError
-        raise RequestError(f"{KEY}.{kind}", "a grammar that xgrammar takes", f"{brief(source)}: {_reason(error)}") from error
+        raise RequestError(key, "a grammar that xgrammar takes", f"{brief(source)}: {_reason(error)}") from error
+    if endless is not None:
+        raise RequestError(key, "a text for each of its parts", f"{brief(source)}, where rule {endless} of xgrammar's has none")
+    return compiled
 
 
 def _reason(error: Exception) -> str:

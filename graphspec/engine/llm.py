@@ -441,8 +441,10 @@ class LLM:
         """Programs that ``requests`` requests can need: every bucket up to the one they fill, every chunk size."""
         return self._engine.keys(requests, sampling)
 
-    def _encode(self, prompt: str | Conversation) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else self.tokenizer.chat(prompt)
+    def _encode(self, prompt: str | Conversation, *, add_special_tokens: bool = True) -> list[int]:
+        if isinstance(prompt, Conversation):
+            return self.tokenizer.chat(prompt)
+        return self.tokenizer.encode(prompt) if add_special_tokens else self.tokenizer.words(prompt)
 
     def _text(self, request: Request) -> OutputText | None:
         """The text of a request from its beginning; None: it has none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from ..checks import brief, integers, is_array, typed
 from ..errors import CheckpointError, GraphspecError, RequestError
@@ -17,9 +17,10 @@ from .text import Conversation, Tokenizer
 
 
 class TextPrompt(TypedDict):
-    """A prompt as vLLM spells it."""
+    """A prompt as vLLM spells it. ``add_special_tokens=False``: the text has its special tokens, as a formatted conversation does."""
 
     prompt: str
+    add_special_tokens: NotRequired[bool]
 
 
 class TokensPrompt(TypedDict):
@@ -33,7 +34,8 @@ def _no_tokenizer() -> Tokenizer:
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Conversation
-Encode = Callable[[str | Conversation], list[int]]
+Encode = Callable[..., list[int]]
+"""Of a text or a conversation; of a text, with ``add_special_tokens=False`` where it gets none."""
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 LONGEST = 2**24
@@ -90,11 +92,12 @@ def read_prompt(prompt: object, encode: Encode) -> list[int]:
     """
     if isinstance(prompt, Conversation):
         return encode(prompt)
+    options: dict[str, bool] = {}
     if isinstance(prompt, Mapping):
-        prompt = _unwrap(prompt)
+        prompt, options = _unwrap(prompt)
     if isinstance(prompt, str):
         try:
-            return list(encode(prompt))
+            return list(encode(prompt, **options))
         except GraphspecError:
             raise
         except Exception as reason:
@@ -105,8 +108,8 @@ def read_prompt(prompt: object, encode: Encode) -> list[int]:
     return integers("prompt", prompt, RequestError, most=LONGEST, expected="a token id")
 
 
-def _unwrap(prompt: Mapping[object, object]) -> object:
-    """The text or the ids of a mapping.
+def _unwrap(prompt: Mapping[object, object]) -> tuple[object, dict[str, bool]]:
+    """The text or the ids of a mapping, and how the text is encoded.
 
     Raises:
         RequestError: other keys than one of the two, or a value of the other's type.
@@ -115,16 +118,19 @@ def _unwrap(prompt: Mapping[object, object]) -> object:
         items = dict(prompt.items())
     except Exception as reason:
         raise RequestError("prompt", SPELLINGS, f"{type(prompt).__name__} that can't be read") from reason
+    special = items.pop("add_special_tokens", True) if "prompt" in items else True
     if set(items) == {"prompt"}:
         text = items["prompt"]
         if not isinstance(text, str):
             raise RequestError("prompt['prompt']", "a text (token ids are 'prompt_token_ids')", typed(text))
-        return text
+        if not isinstance(special, bool):
+            raise RequestError("prompt['add_special_tokens']", "true or false", typed(special))
+        return text, {} if special else {"add_special_tokens": False}
     if set(items) == {"prompt_token_ids"}:
         ids = items["prompt_token_ids"]
         if isinstance(ids, str | Mapping):
             raise RequestError("prompt['prompt_token_ids']", "a list of token ids", typed(ids))
-        return ids
+        return ids, {}
     others = [brief(key) for key in items if key not in ("prompt", "prompt_token_ids")]
     found = "both" if not others and items else "other keys: " + ", ".join(others) if others else "no key"
     hint = "messages go to LLM.chat" if "role" in items or "messages" in items else ""

@@ -68,6 +68,7 @@ class SamplingParams:
         speculate: False: this request is decoded plainly, one token per cycle, next to others that are not.
         num_steps: most drafted tokens that a cycle accepts, at most the engine's own depth; None: that.
         skip_special_tokens: special tokens are not part of the text.
+        kept_special_tokens: special tokens that are part of the text in any case.
         detokenize: False: no text is made, only token ids.
         echo: the text begins with the prompt's; ``token_ids`` and ``logprobs`` do not.
         prompt_logprobs: the same as ``logprobs`` for the prompt's tokens.
@@ -102,6 +103,7 @@ class SamplingParams:
     speculate: bool = True
     num_steps: int | None = None
     skip_special_tokens: bool = True
+    kept_special_tokens: Sequence[str] | None = ()
     detokenize: bool = True
     echo: bool = False
     prompt_logprobs: int | None = None

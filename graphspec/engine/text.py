@@ -6,16 +6,17 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
 from ..checks import brief, typed
 from ..errors import CheckpointError, RequestError
+from .call_history import check_calls, render_calls
 
 FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
-STRUCTURED_KEYS = ("tool_calls",)
-"""Keys of a message whose value is no text."""
+MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +24,21 @@ class Conversation:
     """Messages, oldest first, as a prompt: the checkpoint's chat template turns them into text.
 
     Attributes:
-        messages: ``{"role": ..., "content": ...}`` each, and ``name``, ``tool_calls`` or ``tool_call_id`` where the template reads one;
-            checked when they are encoded. A message with ``tool_calls`` needs no content.
+        messages: ``{"role": ..., "content": ...}`` each, and ``name``, ``tool_calls``, ``tool_call_id`` or ``reasoning_content`` where the
+            template reads one; checked when they are encoded. None is as good as nothing. A message with ``tool_calls`` needs no content;
+            the arguments of a call are an object or its JSON text, and the template gets what it wants of the two. ``reasoning`` is another
+            name of ``reasoning_content``.
         tools: descriptions of functions for the template, each ``{"type": "function", "function": {...}}``; None: none.
         options: names that the template reads in addition, such as ``enable_thinking``.
         continued: the last message is the beginning of the answer, which goes on from there; otherwise a new turn of the assistant follows.
+        add_special_tokens: put the special tokens around the text that a prompt gets, in addition to those that the template writes.
     """
 
     messages: Any
     tools: Sequence[Mapping[str, Any]] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     continued: bool = False
+    add_special_tokens: bool = False
 
 
 def conversations(messages: Any) -> Conversation | list[Conversation]:
@@ -66,15 +71,21 @@ def _check_message(key: str, message: Any) -> dict[str, Any]:
     for name in message:
         if name not in MESSAGE_KEYS:
             raise RequestError(key, "keys " + ", ".join(MESSAGE_KEYS), brief(name))
-    for name in ("role",) if message.get("tool_calls") else ("role", "content"):
-        if name not in message:
+    given = {name: value for name, value in message.items() if value is not None}
+    if "tool_calls" in given:
+        given["tool_calls"] = check_calls(f"{key}.tool_calls", given["tool_calls"])
+        # Templates join it with other text.
+        given.setdefault("content", "")
+    for name in ("role", "content"):
+        if name not in given:
             raise RequestError(f"{key}.{name}", "text", "nothing")
-    for name, value in message.items():
-        if name not in STRUCTURED_KEYS:
+    for name, value in given.items():
+        if name != "tool_calls":
             check_text(f"{key}.{name}", value)
-        elif not isinstance(value, Sequence) or not value or not all(isinstance(entry, Mapping) for entry in value):
-            raise RequestError(f"{key}.{name}", "a list of at least one object", brief(value))
-    return dict(message)
+    if "reasoning" in given:
+        # Templates read the other name.
+        given.setdefault("reasoning_content", given["reasoning"])
+    return given
 
 
 def check_text(key: str, text: Any) -> str:
@@ -165,23 +176,41 @@ class Tokenizer:
         if not self.has_chat_template:
             hint = "a base model has none: send it prompts, without chat"
             raise CheckpointError(where, "the checkpoint's chat template", "none", hint)
+        for name in conversation.options:
+            if name in self._reserved or name.startswith("_"):
+                raise RequestError("chat_template_kwargs", "names that only the template reads", brief(name))
+
+        def render(spelled: list[dict[str, Any]]) -> str:
+            return str(
+                self.hf.apply_chat_template(
+                    spelled,
+                    tools=conversation.tools,
+                    add_generation_prompt=not conversation.continued,
+                    continue_final_message=conversation.continued,
+                    tokenize=False,
+                    **conversation.options,
+                )
+            )
+
         try:
             with self._lock:
-                return list(
-                    self.hf.apply_chat_template(
-                        messages,
-                        tools=conversation.tools,
-                        add_generation_prompt=not conversation.continued,
-                        continue_final_message=conversation.continued,
-                        tokenize=True,
-                        return_dict=False,
-                        **conversation.options,
-                    )
-                )
+                text = render_calls(messages, render)
+                return list(self.hf.encode(text, add_special_tokens=conversation.add_special_tokens))
+        except RequestError:
+            raise
         except (TemplateSyntaxError, SecurityError) as error:
             raise CheckpointError(where, "a template that jinja takes, in its sandbox", _one_line(error)) from error
         except Exception as error:  # templates refuse conversations by exceptions of their own, and trip over unforeseen ones
             raise RequestError("messages", "a conversation that the checkpoint's chat template takes", _one_line(error)) from error
+
+    @cached_property
+    def _reserved(self) -> frozenset[str]:
+        """Names that transformers does not pass on to the template as they are."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        own = (self.hf.apply_chat_template, render_jinja_template)
+        kinds = (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
+        return frozenset({"messages", *(p.name for each in own for p in signature(each).parameters.values() if p.kind not in kinds)})
 
 
 class Detokenizer:

@@ -20,7 +20,7 @@ from .. import __version__
 from ..checks import conform
 from ..engine.async_llm import AsyncLLM
 from ..engine.prompts import Prompt
-from ..engine.structured import Structured
+from ..engine.request import SamplingParams
 from ..engine.text import check_text
 from ..errors import GraphspecError, RequestError
 from ..server_options import ServerConfig
@@ -33,7 +33,7 @@ from .metrics import CONTENT_TYPE, Metrics
 from .protocol import Body, ChatBody, CompletionBody, check_model, parse
 from .structured import structured_of
 from .tokens import TokenTexts
-from .tools import read_tools
+from .tools import MARKS, read_tools
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[Request], Awaitable[Response]]
@@ -111,7 +111,7 @@ class Api:
         body = parse(CompletionBody, await self._read(request))
         check_model(body.model, self.model)
         make = partial(CompletionWriter, body, self.model, self.tokenizer, self.texts)
-        return await self._answer(request, body, [*body.prompts], make, structured_of(body))
+        return await self._answer(request, body, body.prompts, make, body.params(self.most_tokens, structured_of(body)))
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
@@ -121,11 +121,11 @@ class Api:
             raise bad_field("messages", "a checkpoint with a chat template", "one without: send a prompt to /v1/completions")
         tools = read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
         make = partial(ChatWriter, body, self.model, self.tokenizer, self.texts, tools=tools)
-        return await self._answer(request, body, [conversation_of(body, tools)], make, structured_of(body, tools))
+        params = body.params(self.most_tokens, structured_of(body, tools), MARKS if tools.read else ())
+        return await self._answer(request, body, [conversation_of(body, tools)], make, params)
 
-    async def _answer(self, request: Request, body: Body, prompts: list[Prompt], make: Make, structured: Structured | None) -> Response:
+    async def _answer(self, request: Request, body: Body, prompts: list[Prompt], make: Make, params: SamplingParams) -> Response:
         """Serve a request; a stream begins once its prompts have been accepted."""
-        params = body.params(self.most_tokens, structured)
         with ExitStack() as held:
             held.enter_context(self.slots.take(len(prompts) * params.n))
             deadline = self.options.request_seconds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,8 +14,6 @@ ABSENT = ("refusal", "audio", "function_call", "annotations")
 """Keys of a response's message that clients send back, and that must be empty."""
 ROLES = {"developer": "system"}
 """Newer names of roles, and the older ones that templates use."""
-RESERVED = ("messages", "tools", "documents", "conversation", "chat_template", "add_generation_prompt", "continue_final_message")
-RESERVED_FORM = ("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length")
 
 
 def conversation_of(body: ChatBody, tools: Tools) -> Conversation:
@@ -26,11 +23,13 @@ def conversation_of(body: ChatBody, tools: Tools) -> Conversation:
         ApiError: 400, a message with parts other than text, or with unknown keys.
     """
     messages = [_message(f"messages[{place}]", message) for place, message in enumerate(body.messages)]
-    options = dict(body.chat_template_kwargs or {})
-    for name in options:
-        if name in RESERVED or name in RESERVED_FORM or name.startswith("_"):
-            raise bad_field("chat_template_kwargs", "names that only the template reads", name)
-    return Conversation(messages, list(tools.described) or None, options, continued=body.continue_final_message)
+    return Conversation(
+        messages,
+        list(tools.described) or None,
+        dict(body.chat_template_kwargs or {}),
+        continued=body.continue_final_message,
+        add_special_tokens=bool(body.add_special_tokens),
+    )
 
 
 def _message(key: str, message: object) -> dict[str, Any]:
@@ -45,9 +44,6 @@ def _message(key: str, message: object) -> dict[str, Any]:
         given["content"] = "".join(_part(f"{key}.content[{place}]", part) for place, part in enumerate(given["content"]))
     if given.get("tool_calls") == []:
         del given["tool_calls"]
-    if "tool_calls" in given:
-        given["tool_calls"] = _calls(f"{key}.tool_calls", given["tool_calls"])
-        given.setdefault("content", "")
     return given
 
 
@@ -55,22 +51,3 @@ def _part(key: str, part: object) -> str:
     if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         raise bad_field(key, "a part of type text", "something else")
     return str(part["text"])
-
-
-def _calls(key: str, calls: object) -> list[dict[str, Any]]:
-    """Calls with their arguments as objects, as templates expect them."""
-    if not isinstance(calls, list):
-        raise bad_field(key, "a list of calls", "something else")
-    found = []
-    for place, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise bad_field(f"{key}[{place}]", '{"function": {"name": ..., "arguments": ...}}', "something else")
-        arguments = function.get("arguments", {})
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError) as error:
-                raise bad_field(f"{key}[{place}].function.arguments", "JSON", "something else") from error
-        found.append({**call, "function": {"name": function["name"], "arguments": arguments}})
-    return found

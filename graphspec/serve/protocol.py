@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from ..checks import brief, check_fields
+from ..engine.prompts import Prompt, TextPrompt
 from ..engine.request import SamplingParams
 from ..engine.structured import Structured
 from ..errors import RequestError
@@ -28,7 +29,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "spaces_between_special_tokens": (True,),
-    "add_special_tokens": (True,),
     "functions": ([],),
     "modalities": (["text"],),
     "verbosity": ("medium",),
@@ -92,6 +92,8 @@ class Body(ABC):
     stream_options: Mapping[str, Any] | None = None
     echo: bool = False
     structured_outputs: Mapping[str, Any] | None = None
+    response_format: Any = None
+    add_special_tokens: bool | None = None
     return_token_ids: bool = False
 
     def __post_init__(self) -> None:
@@ -114,12 +116,13 @@ class Body(ABC):
     def new_tokens(self, most: int) -> int:
         """The most new tokens of each output; ``most``: the server's limit."""
 
-    def params(self, most: int, structured: Structured | None = None) -> SamplingParams:
+    def params(self, most: int, structured: Structured | None = None, kept: Sequence[str] = ()) -> SamplingParams:
         """Sampling parameters of the request.
 
         Args:
             most: the server's limit of new tokens.
             structured: format of its output; None: free.
+            kept: special tokens that stay in its text.
 
         Raises:
             RequestError: a value out of range.
@@ -128,7 +131,12 @@ class Body(ABC):
         if new > most:
             raise RequestError("max_tokens", f"at most {most}", new)
         given: dict[str, Any] = {name: value for name in PASSED_ON if (value := getattr(self, name)) is not None}
-        given |= {"logprobs": self.alternatives, "prompt_logprobs": self.scored_prompt, "logit_bias": self._bias()}
+        given |= {
+            "logprobs": self.alternatives,
+            "prompt_logprobs": self.scored_prompt,
+            "logit_bias": self._bias(),
+            "kept_special_tokens": kept,
+        }
         return SamplingParams(max_tokens=new, temperature=self.temperature, n=self.n, echo=self.echo, structured=structured, **given)
 
     def _bias(self) -> dict[int, float] | None:
@@ -164,7 +172,7 @@ class CompletionBody(Body):
         return min(COMPLETION_TOKENS, most) if self.max_tokens is None else self.max_tokens
 
     @property
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> list[Prompt]:
         """Its prompts, one or several.
 
         Raises:
@@ -172,10 +180,12 @@ class CompletionBody(Body):
         """
         given = self.prompt
         if isinstance(given, str) or (isinstance(given, list) and given and all(type(entry) is int for entry in given)):
-            return [given]
+            given = [given]
         fine = isinstance(given, list) and given
         if not fine or not all(isinstance(p, str) or (isinstance(p, list) and all(type(entry) is int for entry in p)) for p in given):
             raise RequestError("prompt", "a text, a list of texts, token ids, or a list of these", "something else")
+        if self.add_special_tokens is False:
+            return [TextPrompt(prompt=entry, add_special_tokens=False) if isinstance(entry, str) else entry for entry in given]
         return list(given)
 
 
@@ -190,7 +200,6 @@ class ChatBody(Body):
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: bool = True
-    response_format: Any = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False

@@ -8,7 +8,7 @@ from typing import Any
 from ..engine.structured import Structured
 from ..errors import RequestError
 from .errors import bad_field
-from .protocol import Body, ChatBody
+from .protocol import Body
 from .tools import Tools
 
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Structured | None]] = {
@@ -37,7 +37,7 @@ def structured_of(body: Body, tools: Tools | None = None) -> Structured | None:
         RequestError: an invalid grammar.
     """
     found: dict[str, Structured] = {}
-    if isinstance(body, ChatBody) and body.response_format is not None:
+    if body.response_format is not None:
         form = _response_format(body.response_format)
         found |= {"response_format": form} if form is not None else {}
     if body.structured_outputs is not None:

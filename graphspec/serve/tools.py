@@ -5,17 +5,25 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..checks import brief
 from ..engine.stops import overlap
 from .errors import bad_field
+from .json_objects import SPACE, NotAnObjectError, ObjectScanner
+
+logger = logging.getLogger(__name__)
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 CHOICES = ("none", "auto", "required")
+MARKS = (BEGIN, END)
 MOST_TOOLS = 128
+LOGGED = 80
+"""Characters after a mark without an object that the log shortens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +80,7 @@ def read_tools(tools: object, choice: object, *, parallel: bool = True) -> Tools
     for place, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         named = isinstance(function, dict) and isinstance(function.get("name"), str)
-        if not named or not isinstance(function.get("parameters", {}), dict):  # type: ignore[union-attr]
+        if not named or not isinstance(function.get("parameters") or {}, dict):  # type: ignore[union-attr]
             raise bad_field(f"tools[{place}]", '{"type": "function", "function": {"name": ..., "parameters": {...}}}', "something else")
     if choice is None or choice == "auto":
         return Tools(tuple(tools), read=True)
@@ -93,7 +101,7 @@ def _calls_of(tools: Sequence[Mapping[str, Any]], *, single: bool) -> dict[str, 
         {
             "type": "tag",
             "begin": f'{BEGIN}\n{{"name": {json.dumps(tool["function"]["name"])}, "arguments": ',
-            "content": {"type": "json_schema", "json_schema": tool["function"].get("parameters", {"type": "object"})},
+            "content": {"type": "json_schema", "json_schema": _arguments_schema(tool["function"])},
             "end": f"}}\n{END}",
         }
         for tool in tools
@@ -102,12 +110,56 @@ def _calls_of(tools: Sequence[Mapping[str, Any]], *, single: bool) -> dict[str, 
     return {"type": "structural_tag", "format": form}
 
 
+def _arguments_schema(function: Mapping[str, Any]) -> Any:
+    """The schema of a function's arguments, which allows objects and nothing else.
+
+    Raises:
+        ApiError: 400, it allows no object.
+    """
+    schema = function.get("parameters") or {}
+    if (found := _of_objects(schema)) is None:
+        raise bad_field(f"tools: {brief(function['name'])}.parameters", "a schema of objects", brief(schema))
+    return found
+
+
+def _of_objects(schema: Any) -> Any:
+    """What is left of a schema when only objects are allowed; None: nothing."""
+    if not isinstance(schema, dict):
+        return {"type": "object"} if schema is True else None
+    for name in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(name), list):
+            parts = [_of_objects(part) for part in schema[name]]
+            left = [part for part in parts if part is not None]
+            return {**schema, name: left} if left and (name != "allOf" or len(left) == len(parts)) else None
+    if "enum" in schema and isinstance(schema["enum"], list):
+        left = [value for value in schema["enum"] if isinstance(value, dict)]
+        return {**schema, "enum": left} if left else None
+    if "const" in schema:
+        return schema if isinstance(schema["const"], dict) else None
+    if "$ref" in schema:
+        # Its target is resolved and checked with the rest of the schema. Other values than objects are content then, as any wrong call is.
+        return schema
+    kinds = schema.get("type", "object")
+    return {**schema, "type": "object"} if kinds == "object" or (isinstance(kinds, list) and "object" in kinds) else None
+
+
 class CallReader:
-    """Splits a growing text into content and calls."""
+    """Splits a growing text into content and calls.
+
+    After a begin mark a JSON object is read, and then an end mark if there is one. Marks inside the object's strings count as text. A mark
+    without an object is content, and so is an object that is no call; both are logged. No character is held longer than the object that
+    it may belong to, and each is read a bounded number of times.
+    """
 
     def __init__(self) -> None:
-        self._held = ""
-        self._inside = False
+        self._mark = ""
+        """The end of the text, which may be the beginning of a mark."""
+        self._scanner: ObjectScanner | None = None
+        """Of the object after a begin mark; None: the text is outside of one."""
+        self._held: list[str] = []
+        """Text since that mark, or the white space after a call."""
+        self._after = False
+        """A call has just been read: white space and an end mark may follow."""
 
     def push(self, text: str, *, last: bool = False) -> tuple[str, list[ToolCall]]:
         """Append text; returns the content that is now final, and the calls that are now complete.
@@ -116,41 +168,96 @@ class CallReader:
             text: that will not change.
             last: whether no more text follows.
         """
-        self._held += text
-        said = ""
+        said: list[str] = []
         calls: list[ToolCall] = []
-        while True:
-            mark = END if self._inside else BEGIN
-            place = self._held.find(mark)
-            if place < 0:
-                break
-            before, self._held = self._held[:place], self._held[place + len(mark) :]
-            if self._inside:
-                call = _parse(before)
-                # An invalid call is content.
-                said, calls = (said, [*calls, call]) if call is not None else (said + BEGIN + before + END, calls)
+        text, self._mark, place = self._mark + text, "", 0
+        while place < len(text) or last:
+            if self._scanner is not None:
+                text, place = self._read(text, place, said, calls, last=last)
+            elif self._after:
+                place = self._end(text, place, said, last=last)
             else:
-                said += before
-            self._inside = not self._inside
-        if last:
-            rest, self._held = self._held, ""
-            call = _parse(rest) if self._inside else None
-            if call is not None:
-                calls.append(call)
-            else:
-                said += (BEGIN if self._inside else "") + rest
-        elif not self._inside:
-            final = len(self._held) - overlap(self._held, BEGIN)
-            said, self._held = said + self._held[:final], self._held[final:]
-        return said, calls
+                found = text.find(BEGIN, place)
+                if found < 0:
+                    final = len(text) if last else max(place, len(text) - overlap(text, BEGIN))
+                    said.append(text[place:final])
+                    self._mark = text[final:]
+                    break
+                said.append(text[place:found])
+                self._scanner, place = ObjectScanner(), found + len(BEGIN)
+        return "".join(said), calls
+
+    def _read(self, text: str, place: int, said: list[str], calls: list[ToolCall], *, last: bool) -> tuple[str, int]:
+        """Read on in an object; returns the text, and how far it was read."""
+        assert self._scanner is not None
+        try:
+            end = self._scanner.read(text, place)
+            if end is None and last:
+                raise NotAnObjectError
+        except NotAnObjectError:
+            # The mark is content, and whatever follows it may have marks of its own.
+            if self._held:
+                text, place = "".join([*self._held, text[place:]]), 0
+            self._leave()
+            said.append(BEGIN)
+            _log("no JSON object follows it", text[place : place + LOGGED])
+            return text, place
+        if end is None:
+            self._held.append(text[place:])
+            return text, len(text)
+        value = "".join([*self._held, text[place:end]])
+        self._leave()
+        call = _parse(value)
+        if call is None:
+            said.append(BEGIN + value)
+            _log("its object is no call", value)
+        else:
+            calls.append(call)
+            self._after = True
+        return text, end
+
+    def _leave(self) -> None:
+        self._scanner, self._held = None, []
+
+    def _end(self, text: str, place: int, said: list[str], *, last: bool) -> int:
+        """Skip white space and an end mark after a call; returns how far the text was read."""
+        mark = place
+        while mark < len(text) and text[mark] in SPACE:
+            mark += 1
+        self._held.append(text[place:mark])
+        if text.startswith(END, mark):
+            mark += len(END)
+        elif last and mark == len(text):
+            pass
+        elif not last and len(text) - mark < len(END) and END.startswith(text[mark:]):
+            self._mark = text[mark:]
+            return len(text)
+        else:
+            said += self._held
+        self._after, self._held = False, []
+        return mark
+
+
+def _log(reason: str, text: str) -> None:
+    logger.warning("a %s in an output is content: %s: %s", BEGIN, reason, brief(text))
 
 
 def _parse(text: str) -> ToolCall | None:
+    """The call that a JSON object describes; None: it describes none."""
     try:
         call = json.loads(text)
+        name, arguments = call.get("name"), call.get("arguments")
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments, parse_constant=_refuse) if arguments.strip() else None
+        spelled = json.dumps({} if arguments is None else arguments, ensure_ascii=False, allow_nan=False)
+        # Half of a surrogate pair can't be sent.
+        f"{name}{spelled}".encode()
     except (ValueError, RecursionError):
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+    if not isinstance(name, str) or not isinstance(arguments, dict | None):
         return None
-    arguments = call.get("arguments", {})
-    return ToolCall(call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(name, spelled)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(constant)

@@ -393,7 +393,7 @@ def test_what_is_no_grammar_is_refused_at_once(values: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"regex": "("}, "sampling.structured.regex: expected a grammar that xgrammar takes, found '\\(': .*parenthesis"),
+        ({"regex": "("}, "sampling.structured.regex: expected a closing parenthesis for each opening one"),
         ({"grammar": "a"}, "sampling.structured.grammar: expected a grammar that xgrammar takes"),
         ({"json_schema": {"type": "nope"}}, "sampling.structured.json_schema: expected a grammar that xgrammar takes.*nope"),
         ({"structural_tag": {"type": "nope"}}, "sampling.structured.structural_tag: expected a grammar that xgrammar takes"),

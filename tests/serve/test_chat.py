@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from graphspec import SamplingParams
-from graphspec.serve.tools import CallReader
 
 if TYPE_CHECKING:
     from graphspec.engine.llm import LLM
@@ -123,31 +121,3 @@ def test_calls_in_the_text_are_answered_as_calls(server: Served, monkeypatch: py
     # Nothing is looked for where no calls were offered.
     [choice] = server.chat(**body | {"tool_choice": "none"})["choices"]
     assert choice["message"]["content"].count("<tool_call>") == 2 and choice["finish_reason"] == "stop"
-
-
-@pytest.mark.parametrize("size", [1, 3, 7, 1000])
-def test_calls_are_found_in_pieces_of_any_size(size: int) -> None:
-    text = f"well, <tool {CALL} and{CALL}."
-    reader, content, calls = CallReader(), "", []
-    for place in range(0, len(text), size):
-        more, found = reader.push(text[place : place + size], last=place + size >= len(text))
-        content, calls = content + more, [*calls, *found]
-    assert content == "well, <tool  and."
-    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("look", {"word": "a<b"})] * 2
-    spelled = [call.spelled() for call in calls]
-    assert spelled[0]["id"] != spelled[1]["id"] and spelled[0]["type"] == "function"
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "names"),
-    [
-        ("<tool_call>no json</tool_call>", "<tool_call>no json</tool_call>", []),
-        ('<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
-        ('<tool_call>{"name": "f"}', "", ["f"]),
-        ('<tool_call>{"name": "f"', '<tool_call>{"name": "f"', []),
-        ("a<tool_c", "a<tool_c", []),
-    ],
-)
-def test_text_that_is_no_call_is_content(text: str, content: str, names: list[str]) -> None:
-    found, calls = CallReader().push(text, last=True)
-    assert (found, [call.name for call in calls]) == (content, names)
