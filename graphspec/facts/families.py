@@ -161,6 +161,13 @@ QWEN2 = Family(name="qwen2", architectures=("Qwen2ForCausalLM", "MiMoForCausalLM
 QWEN3 = Family(
     name="qwen3", architectures=("Qwen3ForCausalLM",), attention_bias="stated", qk_norm="head", head_dim=128, window=window_by_layer
 )
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    architectures=("DeepseekV3ForCausalLM",),
+    attention_bias="stated",
+    latent=partial(read_latent, interleaved_only=False),
+    experts=partial(read_deepseek_experts, sigmoid=True),
+)
 QWEN3_5 = Family(
     name="qwen3_5",
     architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
@@ -266,13 +273,7 @@ FAMILIES: tuple[Family, ...] = (
         latent=partial(read_latent, interleaved_only=True),
         experts=partial(read_deepseek_experts, sigmoid=False),
     ),
-    Family(
-        name="deepseek_v3",
-        architectures=("DeepseekV3ForCausalLM",),
-        attention_bias="stated",
-        latent=partial(read_latent, interleaved_only=False),
-        experts=partial(read_deepseek_experts, sigmoid=True),
-    ),
+    DEEPSEEK_V3,
     Family(
         name="olmo2",
         architectures=("Olmo2ForCausalLM",),

@@ -9,7 +9,7 @@ from typing import ClassVar
 from ...errors import CheckpointError
 from ...facts.draft import DraftFacts
 from ...facts.keys import read_config
-from ...facts.model import ModelFacts, read_model_facts
+from ...facts.model import ModelFacts, read_draft_model_facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,14 +27,14 @@ def read_standalone_facts(path: str | Path, target: ModelFacts) -> StandaloneFac
     """Facts of a small language model, checked against the target it drafts for.
 
     Raises:
-        CheckpointError: as :func:`read_model_facts`; also a head that is no whole model, or a vocabulary of another size.
+        CheckpointError: as :func:`read_draft_model_facts`; also a head that is no whole model, or a vocabulary of another size.
     """
     path = Path(path)
     keys = read_config(path)
     for key in ("draft_vocab_size", "eagle_config", "target_hidden_size"):
         if keys.present(key):
             raise keys.error(key, "a whole language model, without this key", "an EAGLE head belongs to another variant")
-    decoder = read_model_facts(path)
+    decoder = read_draft_model_facts(path)
     if decoder.recurrent is not None or decoder.kv_layers < decoder.num_layers:
         raise keys.error(
             "architectures",
