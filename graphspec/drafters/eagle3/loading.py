@@ -106,12 +106,14 @@ def eagle3_checkpoint(facts: Eagle3Facts) -> tuple[Checkpoint, Eagle3Facts]:
     Raises:
         CheckpointError: another kind of checkpoint, or a norm that config and tensors disagree on.
     """
-    # ModelOpt numbers several layers under midlayer. In those after the first, SGLang and TensorRT-LLM name the norm before the attention
-    # hidden_norm.
-    numbers = range(facts.decoder.num_layers)
-    further = tuple((f"midlayer.{i}.", f"layers.{i}.") for i in numbers)
-    further += tuple((f"layers.{i}.hidden_norm.", f"layers.{i}.input_layernorm.") for i in numbers[1:])
-    checkpoint = Checkpoint(facts.path, EAGLE3_LAYOUT.renamed + further)
+    # ModelOpt numbers several layers under midlayer. In those after the first, it, SGLang and TensorRT-LLM name the norm before the
+    # attention hidden_norm.
+    further: list[tuple[str, str]] = []
+    for i in range(facts.decoder.num_layers):
+        further.append((f"midlayer.{i}.", f"layers.{i}."))
+        if i > 0:
+            further += [(f"{prefix}.{i}.hidden_norm.", f"layers.{i}.input_layernorm.") for prefix in ("layers", "midlayer")]
+    checkpoint = Checkpoint(facts.path, (*EAGLE3_LAYOUT.renamed, *further))
     has_fc = "fc.weight" in checkpoint
     missing = [] if has_fc or not facts.reads_taps else ["fc.weight"]
     missing += [name for name in ("layers.0.hidden_norm.weight",) if name not in checkpoint]
