@@ -10,7 +10,6 @@ import torch
 from graphspec.drafters.eagle3.facts import read_eagle3_facts
 from graphspec.drafters.eagle3.loading import load_eagle3
 from graphspec.engine.llm import LLM, SamplingParams
-from graphspec.errors import CheckpointError
 from graphspec.facts import read_model_facts
 from graphspec.models.target import load_target
 from tests.support.checkpoints import (
@@ -20,14 +19,12 @@ from tests.support.checkpoints import (
     DenseAttention,
     build_hf,
     eagle3_tensors,
-    edit_tensors,
     latent_eagle3_tensors,
     publish_eagle3,
     write_hf,
 )
 from tests.support.eagle_reference import eagle3_fuse, eagle3_step
 from tests.support.engines import SMALL, prompts
-from tests.support.moe_checkpoints import write_mixture
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -107,9 +107,7 @@ def _interleaved(product: Product) -> Product:
     return Product(blocks(product.weight), None if product.bias is None else blocks(product.bias), product.stored)
 
 
-def pack_stack(
-    shape: StackShape, layers: Sequence[Layer], final_norm: Tensor | None, last_tap: int | None = None
-) -> tuple[Tensor, Tensor]:
+def pack_stack(shape: StackShape, layers: Sequence[Layer], final_norm: Tensor | None, last_tap: int | None = None) -> tuple[Tensor, Tensor]:
     """``(weights, plan)`` for :func:`decode`: uint8 and int64, both one-dimensional, in the order of the structs in ``stack.cpp``.
 
     A weight whose every value is a bfloat16 or a float16 is kept in 16 bits. ``last_tap``: index of the residual stream after the last
