@@ -23,7 +23,6 @@ from tests.support.checkpoints import (
     edit_tensors,
     publish_eagle,
     publish_eagle3,
-    write_folder,
     write_hf,
 )
 from tests.support.engines import SMALL, Pair, prompts
