@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from graphspec.drafters.eagle3.facts import read_eagle3_facts
 from graphspec.drafters.eagle3.loading import load_eagle3
@@ -48,6 +49,12 @@ def alone(**sizes: Any) -> dict[str, Tensor]:
     return tensors
 
 
+def strong(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With an attention that weighs more than the rest, so that what it sees decides on the draft."""
+    factors = {name: 6 if name.endswith("o_proj.weight") else 2 if name.endswith("proj.weight") else 1 for name in tensors}
+    return {name: tensor * factors[name] if "self_attn" in name else tensor for name, tensor in tensors.items()}
+
+
 HEADS: dict[str, tuple[dict[str, Tensor], str, dict[str, Any], dict[str, Any]]] = {
     # name: tensors, layout, arguments of publish_eagle3, options of the equations
     "sliding": (eagle3_tensors(), "speculators", {"layer": {"layer_types": [SLIDING], "sliding_window": WINDOW}}, {"windows": (WINDOW,)}),
@@ -70,25 +77,23 @@ HEADS: dict[str, tuple[dict[str, Tensor], str, dict[str, Any], dict[str, Any]]] 
     "the last layer": (eagle3_tensors(), "sglang", {"taps": LAST}, {}),
     "the final hidden state": (alone(), "sglang", ALONE, {}),
     "the final hidden state, projected": (eagle3_tensors(num_taps=1), "modelopt", ALONE, {}),
-    "two layers of ModelOpt": (eagle3_tensors(num_layers=2), "midlayers", {"eagle_config": MODELOPT}, {}),
+    "two layers of ModelOpt": (eagle3_tensors(num_layers=2), "sglang, numbered", {"eagle_config": MODELOPT}, {}),
 }
 
 
-def publish(path: Path, name: str, **more: Any) -> Path:
-    """A head of the table."""
-    tensors, layout, arguments, _ = HEADS[name]
-    if layout == "midlayers":
-        # Megatron numbers the layers under midlayer, and calls the norm before every attention hidden_norm.
-        tensors = {key.replace("midlayer.", "midlayer.0.").replace("layers.", "midlayer."): value for key, value in tensors.items()}
-        path = publish_eagle3(path, HEADS[name][0], "sglang", **{"taps": (1, 2, 3), **arguments, **more})
-        (path / "model.safetensors").unlink()
-        from safetensors.torch import save_file
-
-        later = "midlayer.1.input_layernorm"
-        save_file({key.replace(later, "midlayer.1.hidden_norm"): value for key, value in tensors.items()}, path / "model.safetensors")
-        return path
+def publish(path: Path, name: str, tensors: dict[str, Tensor]) -> Path:
+    """A head of the table, with these tensors."""
+    _, layout, arguments, _ = HEADS[name]
     layer = {"max_position_embeddings": 96, **arguments.get("layer", {})}
-    return publish_eagle3(path, tensors, layout, **{"taps": (1, 2, 3), **arguments, **more, "layer": layer})
+    folder = publish_eagle3(path, tensors, layout.removesuffix(", numbered"), **{"taps": (1, 2, 3), **arguments, "layer": layer})
+    if layout.endswith(", numbered"):
+        # Megatron numbers the layers under midlayer, and calls the norm before every attention hidden_norm.
+        names = {key: key.replace("midlayer.", "midlayer.0.").replace("layers.", "midlayer.") for key in tensors}
+        later = "midlayer.1.input_layernorm"
+        save_file(
+            {names[key].replace(later, "midlayer.1.hidden_norm"): value for key, value in tensors.items()}, folder / "model.safetensors"
+        )
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +113,7 @@ def load(path: Path, target_path: Path) -> Any:
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_equal_the_equations(name: str, tmp_path: Path, target: tuple[Path, Any]) -> None:
     raw, _, _, options = HEADS[name]
-    draft, network = load(publish(tmp_path, name), target[0])
+    draft, network = load(publish(tmp_path, name, raw), target[0])
     feature = torch.randn(1, 7, draft.facts.feature_size, generator=torch.Generator().manual_seed(5))
     tokens, attention = torch.tensor([[4, 9, 60, 0, 9, 33, 2]]), DenseAttention.prompt(1, 7)
     attention.position_BT = attention.position_BT + 40
@@ -136,7 +141,7 @@ def features(model: Any, name: str, tokens: list[int]) -> Tensor:
 def drafted(model: Any, name: str, tokens: list[int], steps: int) -> list[int]:
     """The chain that the equations draft after ``tokens``, the last of which is the root: every row recomputed, in float64."""
     raw, _, _, options = HEADS[name]
-    w = {key: tensor.double() for key, tensor in raw.items()}
+    w = {key: tensor.double() for key, tensor in strong(raw).items()}
     embedding_VH, hidden = model.model.embed_tokens.weight.double(), eagle3_fuse(w, features(model, name, tokens[:-1]), 48)
     known, chain = list(tokens[1:]), []
     for _ in range(steps):
@@ -153,7 +158,7 @@ def test_engines_draft_what_the_equations_draft(name: str, tmp_path: Path, targe
     """Over a prompt of several chunks; and the output is that of plain decoding."""
     path, model = target
     settings = {**SMALL, "page_size": 4, "num_steps": 3, "topk": 1, "num_draft_tokens": 4}
-    llm = LLM(path, variant="eagle3", draft=publish(tmp_path, name), **settings)
+    llm = LLM(path, variant="eagle3", draft=publish(tmp_path, name, strong(HEADS[name][0])), **settings)
     prompt = prompts(1, (19,), VOCAB_SIZE)[0]
     tree = llm.draft_tree(prompt)
     assert list(tree.token_N[1:]) == drafted(model, name, [*prompt, tree.token_N[0]], 3)

@@ -220,9 +220,10 @@ SPECFORGE = {
     "domino": Published({**QWEN_BLOCK, "architectures": ["DominoDraftModel"], "emb_dim": 256, "dflash_config": DOMINO}, "dflash",
         "dflash", refused="Domino is not supported"),
 }  # fmt: skip
-FIRST = {"architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "model_type": "llama", "pad_token_id": 0,
-    "rms_norm_eps": 1e-6,
-         "tie_word_embeddings": False, "torch_dtype": "float16"}  # fmt: skip
+FIRST = {
+    "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "model_type": "llama", "pad_token_id": 0,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "torch_dtype": "float16",
+}  # fmt: skip
 SAFEAILAB = {
     "vicuna": Published({**FIRST, "max_position_embeddings": 2048}, "eagle", "eagle, a head of keys for every query"),
     "llama-2-70B": Published({**FIRST, "max_position_embeddings": 4096, "num_key_value_heads": "size", "pretraining_tp": 1,
@@ -254,8 +255,10 @@ LAYER = {
     "torch_dtype": "torch.bfloat16",
 }  # fmt: skip
 QWEN3_LAYER = {**LAYER, **QWEN_IDS, **OFF, "model_type": "qwen3", "rope_parameters": {"rope_type": "default", "rope_theta": 1000000}}
-HEAD_KEYS = {"embed_requires_grad": False, "fc_norm": False, "norm_before_fc": False, "norm_before_residual": True, "norm_output": False,
-             TAP_KEY: [2, 4, 6]}  # fmt: skip
+HEAD_KEYS = {
+    "embed_requires_grad": False, "fc_norm": False, "norm_before_fc": False, "norm_before_residual": True, "norm_output": False,
+    TAP_KEY: [2, 4, 6],
+}  # fmt: skip
 PARTIAL = {
     "mrope_interleaved": True,
     "mrope_section": [2, 1, 1],
@@ -293,9 +296,10 @@ KIMI = {
     "num_key_value_heads": 4, "num_nextn_predict_layers": 0, "q_lora_rank": 10, "routed_scaling_factor": 2.827,
     "scoring_func": "sigmoid", "seq_aux": True, "topk_group": 1, "topk_method": "noaux_tc",
 }  # fmt: skip
-EXPORTED = {**EAGLE3, **WIDE, "attention_bias": False, "bos_token_id": 128000, "eos_token_id": [128001, 128008], "mlp_bias": False,
-    "pretraining_tp": 1,
-            "rope_scaling": {**LLAMA3, "factor": 32.0}, "rope_theta": 500000.0}  # fmt: skip
+EXPORTED = {
+    **EAGLE3, **WIDE, "attention_bias": False, "bos_token_id": 128000, "eos_token_id": [128001, 128008], "mlp_bias": False,
+    "pretraining_tp": 1, "rope_scaling": {**LLAMA3, "factor": 32.0}, "rope_theta": 500000.0,
+}  # fmt: skip
 LATENT_EXPORT = {**without(EXPORTED, "head_dim"), **LATENT, **KIMI}
 UNSET = {**EXPORTED, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "sep_token_id": None}
 MODELOPT_ROWS = {
