@@ -28,8 +28,8 @@ class Variant:
     """Kind of drafter: a ``network`` inside the cycle, with a separate KV; a matcher over the row's own ``history``, inside the cycle too;
     the ``host``, between two cycles."""
     feature_source: Literal["none", "hidden", "taps"] = "none"
-    """Feature of the target that the drafter reads for each token: its ``hidden`` state after the final norm, or ``taps``, the residual
-    streams entering chosen layers."""
+    """Feature of the target that drafters of this kind read for each token: its ``hidden`` state after the final norm, or ``taps``, the
+    residual streams entering chosen layers. The facts of a draft say which it reads."""
     shift: int = 0
     """Draft RoPE position of a committed token is its slot minus this; the first ``shift`` tokens of a prompt are not consumed."""
     facts: str = ""

@@ -263,6 +263,9 @@ def explain(error: Exception, words: Sequence[str]) -> ConfigError:
     group, _, choice = str(getattr(error, "missing_cfg_file", None) or "").partition("/")
     if group in config_groups():
         choices = config_groups()[group]
+        if choice in choices:  # the catalog has it
+            file = resources.files(CONFIG_MODULE) / group / f"{choice}.yaml"
+            return ConfigError(f"{group}={choice}", f"the file {file}, with the line name: {choice}", "no such file")
         hint = "a folder goes into model.path=/the/folder" if group == "model" else _one_choice(choice) or closest(choice, choices)
         return ConfigError(group, "one of " + ", ".join(choices), repr(choice.removesuffix(".yaml")), hint)
     if str(error).startswith("Ambiguous value for argument"):

@@ -9,22 +9,23 @@ from pathlib import Path
 
 from ..checks import LONG, brief
 from ..errors import CheckpointError
-from ..facts.families import LLAMA, QWEN3, Family
+from ..facts.families import DEEPSEEK_V3, LLAMA, QWEN3, Family, no_window, window_by_layer
 from ..facts.files import find_file, plain
-from ..facts.keys import Keys, is_integer, is_number
+from ..facts.keys import MOST_POSITIONS, Keys, is_integer, is_number
 from ..facts.model import ModelFacts, read_decoder
 from ..facts.multipliers import NO_MULTIPLIERS
 
 _LOG = logging.getLogger(__name__)
 _HEAD_DIM, _KV_HEADS = 128, 8
 """Width of a head, and heads of keys and values, of an assumed layer where the target's attention is latent."""
+_POSITIONS = 2048
+"""``max_position_embeddings`` of transformers' Llama where a config states none."""
 _FAMILIES = {family.name: family for family in (LLAMA, QWEN3)}
 
 _MUST_BE_OFF = (
     "parallel_drafting", "parallel_draft_heads_num_layers", "use_mtp_layernorm", "eh_proj_before_attn", "add_para_norm", "mask_token_id",
     "mask_token", "mask_hidden", "ptd_token_id", "pard_token", "dflash_config", "block_size", "lora_config", "peft_config",
-    "use_sliding_window", "kv_lora_rank", "num_experts", "num_local_experts", "n_routed_experts", "logits_soft_cap",
-    "final_logit_softcapping",
+    "logits_soft_cap", "final_logit_softcapping",
 )  # fmt: skip
 _MUST_BE_ON = ("is_causal", "use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular")
 _MUST_BE_ONE = ("parallel_draft_step", "logit_scale")
@@ -40,7 +41,7 @@ def refuse_options(*owners: Keys) -> None:
     for keys in owners:
         for option in _MUST_BE_OFF:
             value = keys.values.get(option)
-            none_of_them = is_integer(value) and value == 0 and option.endswith(("_layers", "_experts"))
+            none_of_them = is_integer(value) and value == 0 and option.endswith("_layers")
             if value is not None and value is not False and not none_of_them:
                 raise keys.error(option, "absent, null or false", hint)
         for option in _MUST_BE_ON:
@@ -117,18 +118,46 @@ def speculators_keys(keys: Keys, kind: str) -> tuple[Keys, Family]:
     return layer, _FAMILIES[kind_of_layer]
 
 
+def _windows(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
+    """Sliding windows of a head's layers: those that ``layer_types`` marks, whatever ``use_sliding_window`` says; without such layers as
+    in a whole model.
+    """
+    kinds = keys.values.get("layer_types")
+    if isinstance(kinds, list) and "sliding_attention" in kinds:
+        keys = Keys({**keys.values, "use_sliding_window": True}, keys.where)
+    return window_by_layer(keys, num_layers)
+
+
+def head_family(keys: Keys, architecture: str) -> Family:
+    """The family of a head's layers by the name of its architecture: latent attention in DeepSeek's, keys and values in all others."""
+    return DEEPSEEK_V3 if "deepseek" in architecture.lower() and keys.present("kv_lora_rank") else LLAMA
+
+
 def head_decoder(keys: Keys, path: Path, architecture: str, family: Family = LLAMA) -> ModelFacts:
     """Facts of a draft's decoder layers from its config; its tensors settle biases and query / key norms (:func:`settle_decoder`).
+
+    A head differs from a whole model: it may have one layer without saying so, any layer may have a sliding window, any part of a head may
+    be rotated, no MLP is a mixture, and a context that is not stated does not limit it.
 
     Raises:
         CheckpointError: as :func:`graphspec.facts.model.read_decoder`.
     """
+    latent = family.latent is not None
+    family = replace(family, window=no_window if latent else _windows, partial_rotary=None if latent else 1.0, experts=None)
     if not keys.present("num_hidden_layers"):
         keys = Keys({**keys.values, "num_hidden_layers": 1}, keys.where)
+    stated = keys.present("max_position_embeddings")
+    if not stated:
+        # Scaled RoPE may derive its parameters from it.
+        keys = Keys({**keys.values, "max_position_embeddings": _POSITIONS}, keys.where)
+        log_default(keys, "max_position_embeddings", "no limit", "a head drafts wherever its target has positions")
     if find_file(path / "hf_quant_config.json"):
         expected = "no such file (weights in float32, bfloat16 or float16)"
         raise CheckpointError(str(path / "hf_quant_config.json"), expected, "a quantised checkpoint")
-    return read_decoder(keys, path, architecture, family)
+    decoder = read_decoder(keys, path, architecture, family)
+    if decoder.latent is not None:
+        decoder = replace(decoder, latent=replace(decoder.latent, norm_eps=decoder.rms_norm_eps))
+    return decoder if stated else replace(decoder, max_position_embeddings=MOST_POSITIONS)
 
 
 def check_vocabulary(keys: Keys, decoder: ModelFacts, target: ModelFacts) -> None:

@@ -51,9 +51,10 @@ def settle(checkpoint: Checkpoint, key: str, stated: bool | None, tensor: str) -
 def settle_decoder(checkpoint: Checkpoint, decoder: ModelFacts) -> ModelFacts:
     """The facts with biases and query / key norms as the tensors of the first layer have them; differences to the config are logged."""
     first = "layers.0."
+    query = "q_proj" if decoder.latent is None else "kv_a_proj_with_mqa"
     return replace(
         decoder,
-        attention_bias=settle(checkpoint, "attention_bias", decoder.attention_bias, f"{first}self_attn.q_proj.bias"),
+        attention_bias=settle(checkpoint, "attention_bias", decoder.attention_bias, f"{first}self_attn.{query}.bias"),
         output_bias=settle(checkpoint, "a bias of o_proj", decoder.output_bias, f"{first}self_attn.o_proj.bias"),
         mlp_bias=settle(checkpoint, "mlp_bias", decoder.mlp_bias, f"{first}mlp.gate_proj.bias"),
         qk_norm=settle(checkpoint, "query and key norms", decoder.qk_norm, f"{first}self_attn.q_norm.weight"),

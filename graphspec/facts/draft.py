@@ -38,8 +38,8 @@ class DraftFacts:
     feature_size: int = 0
     """F: width of what it reads from the target for each token; 0: it reads tokens only."""
     tap_layers: tuple[int, ...] = ()
-    """Ascending i: the feature is the target's residual streams entering layers i (``hidden_states[i]`` of transformers), side by side.
-    Empty with a feature: the target's hidden state after its final norm."""
+    """Ascending i: the feature is the target's residual streams entering layers i, side by side; i may be the number of layers, for the
+    stream that leaves the last one, before the final norm. Empty with a feature: the target's hidden state after its final norm."""
     num_heads: int = 1
     """Prediction heads with layers of their own, one per draft step; 1: one network is applied over and over."""
 

@@ -183,6 +183,14 @@ QWEN3 = Family(
     window=window_by_layer,
     max_positions=32768,
 )
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    architectures=("DeepseekV3ForCausalLM",),
+    attention_bias="stated",
+    latent=partial(read_latent, interleaved_only=False),
+    experts=partial(read_deepseek_experts, sigmoid=True),
+    max_positions=4096,
+)
 QWEN3_5 = Family(
     name="qwen3_5",
     architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
@@ -296,14 +304,7 @@ FAMILIES: tuple[Family, ...] = (
         experts=partial(read_deepseek_experts, sigmoid=False),
         max_positions=2048,
     ),
-    Family(
-        name="deepseek_v3",
-        architectures=("DeepseekV3ForCausalLM",),
-        attention_bias="stated",
-        latent=partial(read_latent, interleaved_only=False),
-        experts=partial(read_deepseek_experts, sigmoid=True),
-        max_positions=4096,
-    ),
+    DEEPSEEK_V3,
     Family(
         name="olmo2",
         architectures=("Olmo2ForCausalLM",),

@@ -25,6 +25,9 @@ class LatentFacts:
     """RoPE pairs are channels (2i, 2i + 1), not (i, i + R/2)."""
     scale: float
     """Multiplies the scores."""
+    norm_eps: float = 1e-6
+    """Of the norms of compressed queries, keys and values. DeepSeek's code takes no other, whatever ``rms_norm_eps`` says; that of heads
+    takes theirs."""
 
     @property
     def row_dim(self) -> int:

@@ -68,6 +68,7 @@ class ModelFacts:
     """Per layer: a query at p sees positions > p - window; None: all."""
     rope: RopeFacts
     bos_token_id: int | None
+    """This and the next of a target only."""
     eos_token_ids: tuple[int, ...]
     dtype: str
     """Of the stored weights, as the config states it; float32 where it doesn't."""
@@ -203,16 +204,29 @@ def _read_eos(keys: Keys, vocab_size: int) -> tuple[int, ...] | None:
     return tuple(dict.fromkeys(ids))
 
 
+def _read_ids(keys: Keys, path: Path, facts: ModelFacts) -> ModelFacts:
+    """The facts with the ids that begin and end a text; those of ``generation_config.json`` take precedence."""
+    generation = path / "generation_config.json"
+    eos, stated = _read_eos(keys, facts.vocab_size), None
+    if find_file(generation):
+        stated = _read_eos(read_keys(generation), facts.vocab_size)
+    bos = keys.integer("bos_token_id", least=0) if keys.present("bos_token_id") else None
+    return replace(facts, bos_token_id=bos, eos_token_ids=(eos or ()) if stated is None else stated)
+
+
 def _read_dtype(keys: Keys) -> str:
-    stated = [key for key in ("dtype", "torch_dtype") if keys.present(key)]
-    for key in stated:
-        if keys.values[key] not in DTYPES:
-            raise keys.error(key, "one of " + ", ".join(DTYPES))
-    return str(keys.values[stated[0]]) if stated else "float32"
+    found = []
+    for key in ("dtype", "torch_dtype"):
+        if keys.present(key):
+            found.append(str(keys.values[key]).removeprefix("torch."))
+            if found[-1] not in DTYPES:
+                raise keys.error(key, "one of " + ", ".join(DTYPES))
+    return found[0] if found else "float32"
 
 
 def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> ModelFacts:
-    """Facts of decoder layers that compute as those of ``family`` do, whatever the checkpoint calls itself.
+    """Facts of decoder layers that compute as those of ``family`` do, whatever the checkpoint calls itself. They have no token ids: a draft
+    reads none.
 
     Raises:
         CheckpointError: a key that is missing, wrong or not supported.
@@ -265,11 +279,6 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
     if read_position_embedding(keys, family.rotates):
         rotating = rotating_kinds(keys, windows)
         rope = read_rope(keys, max_position_embeddings, head_dim, family.rope_kinds, family.partial_rotary, rotating)
-    generation = path / "generation_config.json"
-    eos, stated = _read_eos(keys, vocab_size), None
-    if find_file(generation):
-        stated = _read_eos(read_keys(generation), vocab_size)
-    bos = keys.integer("bos_token_id", least=0) if keys.present("bos_token_id") else None
     return ModelFacts(
         path=path,
         architecture=architecture,
@@ -289,8 +298,8 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
         qk_norm=family.qk_norm != "none",
         sliding_window=windows,
         rope=rope,
-        bos_token_id=bos,
-        eos_token_ids=(eos or ()) if stated is None else stated,
+        bos_token_id=None,
+        eos_token_ids=(),
         dtype=_read_dtype(keys),
         family=family,
         latent=family.latent(keys, num_heads, rope) if family.latent is not None else None,
@@ -313,13 +322,8 @@ def _language_model(keys: Keys, family: Family) -> Keys:
     return Keys({**around, **inner, **whole}, f"{keys.where}: {family.nested}")
 
 
-def read_model_facts(path: str | Path) -> ModelFacts:
-    """Facts of a target checkpoint in Hugging Face layout.
-
-    Raises:
-        CheckpointError: no folder, no or invalid ``config.json``, a missing or wrong key, an architecture, activation, quantization or RoPE
-            type that isn't supported. The message names file and key, what was expected and what was found.
-    """
+def _read_whole(path: str | Path) -> tuple[ModelFacts, Keys]:
+    """Facts of a whole model, without token ids, and the keys of its language model."""
     path = Path(path)
     keys = read_config(path)
     expected = "one of " + ", ".join(target_architectures())
@@ -328,4 +332,24 @@ def read_model_facts(path: str | Path) -> ModelFacts:
     if family is None or family.refused:
         raise keys.error("architectures", expected, family.refused if family is not None else "")
     keys = _language_model(keys, family)
-    return read_decoder(keys if family.usual is None else family.usual(keys), path, architecture, family)
+    return read_decoder(keys if family.usual is None else family.usual(keys), path, architecture, family), keys
+
+
+def read_model_facts(path: str | Path) -> ModelFacts:
+    """Facts of a target checkpoint in Hugging Face layout.
+
+    Raises:
+        CheckpointError: no folder, no or invalid ``config.json``, a missing or wrong key, an architecture, activation, quantization or RoPE
+            type that isn't supported. The message names file and key, what was expected and what was found.
+    """
+    facts, keys = _read_whole(path)
+    return _read_ids(keys, facts.path, facts)
+
+
+def read_draft_model_facts(path: str | Path) -> ModelFacts:
+    """The same of a whole model that drafts: its token ids are not read, since the target says where a text ends.
+
+    Raises:
+        CheckpointError: as :func:`read_model_facts`, except for token ids.
+    """
+    return _read_whole(path)[0]

@@ -162,6 +162,7 @@ def _read_one(
 ) -> RopeFacts:
     raw = rope.values
     kind = raw.get("rope_type", raw.get("type", "default"))
+    kind = "default" if kind == "mrope" else kind  # the three positions of a token of text are one (Qwen2-VL, arXiv 2409.12191)
     if kind not in kinds:
         raise rope.error("rope_type" if "rope_type" in raw else "type", "one of " + ", ".join(kinds))
     partial = _read_partial(keys, rope, head_dim, partial_rotary)

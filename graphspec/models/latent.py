@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from ..kernels.formulas import Rotation
     from .attention import Attention
 
-NORM_EPS = 1e-6
-"""Of the norms of compressed queries, keys and values: the published code takes no other, whatever ``rms_norm_eps`` says."""
-
 
 class LatentAttention(TokenMixer):
     """Projections around an attention over one latent row per token that all heads share.
@@ -29,25 +26,26 @@ class LatentAttention(TokenMixer):
     Args:
         facts: sizes and biases; ``facts.latent`` is there.
         layer: index of this layer, for its KV.
+        input_size: width of the input where it isn't the hidden size.
     """
 
-    def __init__(self, facts: ModelFacts, layer: int) -> None:
+    def __init__(self, facts: ModelFacts, layer: int, input_size: int | None = None) -> None:
         super().__init__()
         assert facts.latent is not None, "a model with latent attention"
         latent = self.latent = facts.latent
         self.layer = layer
         heads, query = facts.num_heads, facts.num_heads * (latent.nope_dim + latent.rope_dim)
-        bias = facts.attention_bias
+        bias, size = facts.attention_bias, input_size or facts.hidden_size
         self.qkv_a_proj: Linear | None = None
         self.q_a_layernorm: RMSNorm | None = None
         if latent.query_rank is None:
-            queries = self.q_proj = Linear(facts.hidden_size, query)
-            self.kv_a_proj = Linear(facts.hidden_size, latent.row_dim, bias=bias)
+            queries = self.q_proj = Linear(size, query)
+            self.kv_a_proj = Linear(size, latent.row_dim, bias=bias)
         else:
-            self.qkv_a_proj = Linear(facts.hidden_size, latent.query_rank, latent.row_dim, bias=bias)
-            self.q_a_layernorm = RMSNorm(latent.query_rank, NORM_EPS)
+            self.qkv_a_proj = Linear(size, latent.query_rank, latent.row_dim, bias=bias)
+            self.q_a_layernorm = RMSNorm(latent.query_rank, latent.norm_eps)
             queries = self.q_b_proj = Linear(latent.query_rank, query)
-        self.kv_a_layernorm = RMSNorm(latent.rank, NORM_EPS)
+        self.kv_a_layernorm = RMSNorm(latent.rank, latent.norm_eps)
         # Per head the rows of W_UK, then those of W_UV, as the checkpoint has them.
         self.kv_b_QDL = make_parameter(heads, latent.nope_dim + latent.value_dim, latent.rank)
         self.o_proj = row_parallel_linear(facts.sharding, heads * latent.value_dim, facts.hidden_size, bias=facts.output_bias)

@@ -36,11 +36,16 @@ class TargetOutput(NamedTuple):
     """The tapped residual streams side by side, ascending by layer; None without taps."""
 
 
+def make_attention(facts: ModelFacts, layer: int, input_size: int | None = None) -> SelfAttention | LatentAttention:
+    """The attention of a layer that attends; ``input_size``: width of its input where it isn't the hidden size."""
+    return (SelfAttention if facts.latent is None else LatentAttention)(facts, layer, input_size)
+
+
 def make_token_mixer(facts: ModelFacts, layer: int) -> SelfAttention | LatentAttention | RecurrentNet:
     """The token mixer of a layer: attention, or a recurrent net."""
     if facts.recurrent is not None and facts.is_recurrent(layer):
         return GatedDeltaNet(facts, layer) if facts.recurrent.ssm is None else Mamba2(facts, layer)
-    return SelfAttention(facts, layer) if facts.latent is None else LatentAttention(facts, layer)
+    return make_attention(facts, layer)
 
 
 def make_mlp(facts: ModelFacts, layer: int) -> DenseMLP | MixtureOfExperts:
@@ -118,7 +123,7 @@ class LlamaModel(nn.Module):
 
     Args:
         facts: the checkpoint's sizes.
-        tap_layers: layers whose input residual streams make up the feature.
+        tap_layers: layers whose input residual streams make up the feature; the number of layers: the last one's output, un-normed.
         max_positions: positions the RoPE table covers; None: the checkpoint's ``max_position_embeddings``.
     """
 
@@ -170,6 +175,8 @@ class LlamaModel(nn.Module):
             if index in self.tap_layers:
                 taps.append(residual_BTH.hidden)
             residual_BTH = layer(residual_BTH, rotation, attention)
+        if len(self.layers) in self.tap_layers:
+            taps.append(residual_BTH.hidden)
         return TargetOutput(self.norm(residual_BTH), torch.cat(taps, dim=-1) if taps else None)
 
     def write_kv(self, token_BT: Tensor, attention: Attention) -> None:

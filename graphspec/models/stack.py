@@ -69,7 +69,7 @@ class DecoderStack(nn.Module):
         input_norms: the norm before each layer's attention; None: the attention reads its input un-normed.
         rotary_dim: rotated part of a head.
         final_norm: after the last layer; None: there is none.
-        tap_layers: layers whose input residual streams are features.
+        tap_layers: layers whose input residual streams are features; the number of layers: the last one's output, un-normed.
     """
 
     def __init__(
@@ -109,7 +109,8 @@ class DecoderStack(nn.Module):
         ]
         self.weights: Tensor
         self.plan: Tensor
-        for name, tensor in zip(("weights", "plan"), stack.pack_stack(shape, described, _scale(final_norm)), strict=True):
+        last_tap = taps.index(len(layers)) if len(layers) in taps else None
+        for name, tensor in zip(("weights", "plan"), stack.pack_stack(shape, described, _scale(final_norm), last_tap), strict=True):
             self.register_buffer(name, tensor, persistent=False)
         self.taps, self.count = len(taps), len(layers)
         self._decode: Callable[..., tuple[Tensor, Tensor]] = stack.decode

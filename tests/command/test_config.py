@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +38,17 @@ def test_catalog_and_groups_agree():
     groups = config_groups()
     assert set(groups["variant"]) == set(VARIANTS)
     assert set(groups["runtime"]) == set(RUNTIMES)
+
+
+def test_a_variant_without_its_file_is_told_which(monkeypatch: pytest.MonkeyPatch):
+    """The catalog has it, ``conf/variant`` does not."""
+    from graphspec import catalog, compose
+
+    known = catalog.all_variants()
+    monkeypatch.setitem(VARIANTS, "successors", "graphspec.catalog:PLAIN_DECODING")
+    monkeypatch.setattr(compose, "all_variants", lambda: (*known, replace(catalog.PLAIN_DECODING, name="successors")))
+    with pytest.raises(ConfigError, match=r"variant=successors: expected the file .*variant/successors\.yaml.*found no such file"):
+        load_config("variant=successors")
 
 
 def test_overrides_reach_their_fields():

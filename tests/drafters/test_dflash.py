@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -150,7 +151,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"mask_token_id": VOCAB_SIZE}, "mask_token_id", f"vocabulary of {VOCAB_SIZE}"),
     ({"mask_token_id": None}, "mask_token_id", "an integer"),
     ({"block_size": None}, "block_size", "an integer"),
-    ({"target_layer_ids": [0, 3]}, "target_layer_ids", "from 0 to 2"),
+    ({"target_layer_ids": [0, 4]}, "target_layer_ids", "from 0 to 3"),
     ({"target_layer_ids": [2, 0]}, "target_layer_ids", "ascending"),
     ({"conv_kernel_size": 2}, "conv_kernel_size", "DFlash2 is not supported"),
     ({"markov_rank": 256}, "markov_rank", "DSpark is not supported"),
@@ -171,11 +172,21 @@ def test_what_cannot_be_drafted_is_refused(pair: Pair, tmp_path: Path, edit: dic
     assert key in str(raised.value) and expected in str(raised.value)
 
 
+def test_another_number_of_target_layers_is_a_warning(pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It decides which layers are tapped where the config names none."""
+    draft, facts = write_dflash(tmp_path / "draft", dflash_tensors(pair)), read_model_facts(pair.target)
+    edit_json(draft / "config.json", num_target_layers=8)
+    assert read_dflash_facts(draft, facts).tap_layers == TAPS
+    assert [(r.levelname, "num_target_layers is 8" in r.getMessage()) for r in caplog.records] == [("WARNING", True)]
+    deep = replace(facts, num_layers=9)
+    edit_json(draft / "config.json", dflash_config={"mask_token_id": 0, "block_size": 4})
+    assert read_dflash_facts(draft, deep).tap_layers == (2, 6), "the outputs of layers 1 and 5, as in a target of 8"
+    edit_json(draft / "config.json", num_target_layers=9)
+    assert read_dflash_facts(draft, deep).tap_layers == (2, 7)
+
+
 def test_a_draft_of_another_target_is_refused(pair: Pair, tmp_path: Path) -> None:
     draft, facts = write_dflash(tmp_path / "draft", dflash_tensors(pair)), read_model_facts(pair.target)
-    edit_json(draft / "config.json", num_target_layers=36)
-    with pytest.raises(CheckpointError, match=r"num_target_layers.*another target"):
-        read_dflash_facts(draft, facts)
     edit_json(draft / "config.json", num_target_layers=4, architectures=["LlamaForCausalLMEagle3"])
     with pytest.raises(CheckpointError, match="a block drafter"):
         read_dflash_facts(draft, facts)

@@ -175,8 +175,8 @@ def test_norms_that_config_and_tensors_disagree_on(tmp_path: Any, deep_target: A
 
 
 def test_taps_of_each_spelling_are_bounded(tmp_path: Any, deep_target: Any) -> None:
-    for layout, top in (("speculators", 8), ("sglang", 7)):
-        path = publish_eagle3(tmp_path / layout, eagle3_tensors(), layout, taps=(1, 3, 9))
+    for layout, top in (("speculators", 9), ("sglang", 8)):
+        path = publish_eagle3(tmp_path / layout, eagle3_tensors(), layout, taps=(1, 3, 10))
         with pytest.raises(CheckpointError, match=rf"to {top} \(the target has 9 layers\)"):
             load(path, deep_target)
 

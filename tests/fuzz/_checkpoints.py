@@ -434,8 +434,26 @@ def draft_cases(bench: Bench) -> list[Case]:
         ("use_mtp_layernorm", 0.0),
         ("is_causal", 1),
         ("logit_scale", True),
-        ("num_experts", 0.0),
         ("bias", 2),
+        ("use_aux_hidden_state", 1),
+        *(("max_position_embeddings", value) for value in (0, -1, 1.5, "8", True, 10**10)),
+        *(("partial_rotary_factor", value) for value in (0, -1, 1.5, 0.01, "x", True, NAN, 1e400)),
+        *(("rope_scaling", {"type": "mrope", key: value}) for key, value in (("rope_theta", 1), ("partial_rotary_factor", 2))),
+        *(("layer_types", value) for value in (["sliding_attention"] * 3, ["sliding_attention", 5], ["sliding_attention", []])),
+        *(("sliding_window", value) for value in (0, -1, 1.5, "x", True, {})),
+        ("use_sliding_window", "x"),
+        *(("dtype", value) for value in ("torch.", "torch.torch.float32", "torch.int8", 5, [], {"torch.float32": 1})),
+    ]
+    latent = {"kv_lora_rank": 4, "q_lora_rank": None, "qk_rope_head_dim": 2, "qk_nope_head_dim": 2, "v_head_dim": 2}
+    deepseek = {"architectures": ["DeepseekV3ForCausalLMEagle3"], "num_key_value_heads": None, **latent}
+    wrong_latent = [{key: value} for key in latent for value in (0, -1, 2.0, "x", 10**10)]
+    wrong_latent += [{"qk_rope_head_dim": 3}, {"num_key_value_heads": 1}, {"rope_interleave": 1}, {"partial_rotary_factor": 0.5}, {}]
+    # What a head never reads.
+    unread: list[tuple[str, Any]] = [
+        *((key, value) for key in ("eos_token_id", "bos_token_id", "pad_token_id") for value in (-1, 10**9, [1.5], "x", {}, NAN)),
+        *((key, value) for key in ("num_experts", "n_routed_experts", "kv_lora_rank", "target_model_type") for value in (8, 0.0, "x", [])),
+        ("layer_types", "x"),
+        ("max_position_embeddings", None),
     ]
     vocab = {
         "a number for a text": '{"model": {"vocab": [[1, 0.5]]}}',
@@ -452,6 +470,9 @@ def draft_cases(bench: Bench) -> list[Case]:
     }
     return [
         *(bench.case(f"{key} = {value!r:.120}", keys({key: value}), DRAFT, wrong=True) for key, value in wrong),
+        # These tensors are of another attention.
+        *(bench.case(f"latent attention with {change!r:.120}", keys({**deepseek, **change}), DRAFT, wrong=True) for change in wrong_latent),
+        *(bench.case(f"unread {key} = {value!r:.120}", keys({key: value}), DRAFT) for key, value in unread),
         bench.case("max_position_embeddings = 8", keys({"max_position_embeddings": 8}), DRAFT),
         *(
             bench.case(f"tokenizer.json: {name}", write(content, "tokenizer.json"), DRAFT, wrong=True, use=vocabularies)

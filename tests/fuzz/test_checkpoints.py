@@ -38,7 +38,7 @@ OTHERS = (
 DRAFT_KEYS = (
     "eagle_config", "draft_vocab_size", "target_hidden_size", "num_aux_hidden_states", "norm_before_residual", "norm_before_fc", "fc_norm",
     "norm_output", "bias", "speculators_model_type", "transformer_layer_config", "eagle_aux_hidden_state_layer_ids", "num_experts",
-    "is_causal", "mask_token_id",
+    "is_causal", "mask_token_id", "layer_types", "partial_rotary_factor", "use_sliding_window", "use_aux_hidden_state", "kv_lora_rank",
 )  # fmt: skip
 ROPE = (
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
@@ -62,7 +62,7 @@ def _odd_key(bench: Bench, rng: random.Random, number: int) -> Case:
 
 
 def _odd_rope(bench: Bench, rng: random.Random, number: int) -> Case:
-    kind, key, value = rng.choice(("default", "linear", "dynamic", "yarn", "llama3")), rng.choice(ROPE), rng.choice(ODD)
+    kind, key, value = rng.choice(("default", "linear", "dynamic", "yarn", "llama3", "mrope")), rng.choice(ROPE), rng.choice(ODD)
     rope: dict[str, Any] = {
         "rope_type": kind,
         "rope_theta": 1e4,
@@ -73,7 +73,7 @@ def _odd_rope(bench: Bench, rng: random.Random, number: int) -> Case:
     }
     if rng.random() < 0.4:
         kind, rope = f"nested: {kind}", {"full_attention": rope, rng.choice(("sliding_attention", "x")): rng.choice((rope, value, {}))}
-    return bench.case(f"{number}: {kind}: {key} = {value!r:.40}", keys({"rope_parameters": rope}), rng.choice((TARGET, SMALL)))
+    return bench.case(f"{number}: {kind}: {key} = {value!r:.40}", keys({"rope_parameters": rope}), rng.choice((TARGET, SMALL, DRAFT)))
 
 
 def _odd_file(bench: Bench, rng: random.Random, number: int) -> Case:

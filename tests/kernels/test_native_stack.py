@@ -160,7 +160,7 @@ def wide(network: nn.Module, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize(("family", "shift"), [*((family, 0) for family in FAMILIES), ("llama", 1), ("mistral", 1)])
 def test_a_target_equals_its_reference(family: str, shift: int, tree: bool) -> None:
     model = facts(**FAMILIES[family])
-    network = fill(LlamaModel(model, (0, 2), 64))
+    network = fill(LlamaModel(model, (0, 2, 3), 64))  # the last one's output too
     ours, at = packed(network), scene(model, tree=tree, shift=shift)
 
     def kept(hidden: Tensor, taps: Tensor, pool: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ EAGLE3 = ("safeailab", "sglang", "speculators", "modelopt")
 EAGLE = ("safeailab", "hass", "speculators-old")
 NORMS_31 = {"fc_norm": True, "norm_output": True}
 BIASES = {"layer": {"attention_bias": True, "mlp_bias": True}}
+ALONE = {"taps": None, "eagle_config": {"use_aux_hidden_state": False}}
 
 # name: layout of the source, arguments of eagle3_tensors, arguments of publish_eagle3, layouts that can express it
 HEADS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
@@ -57,6 +58,10 @@ HEADS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]] = 
         {"taps": None, "target_hidden_size": 48},
         ("safeailab", "sglang", "speculators"),
     ),
+    "the last layer": ("speculators", {}, {"taps": (2, 4, 9)}, ("sglang", "speculators", "modelopt")),
+    "the final hidden state": ("modelopt", {"num_taps": 1}, ALONE, ("sglang", "modelopt")),
+    "partial rotary": ("speculators", {}, {"layer": {"partial_rotary_factor": 0.5}}, ("sglang", "speculators", "modelopt")),
+    "no context": ("sglang", {}, {"layer": {"max_position_embeddings": None}}, ("sglang", "speculators", "modelopt")),
     "five taps": ("sglang", {"num_taps": 5}, {"taps": (0, 2, 4, 6, 8)}, ("sglang", "speculators", "modelopt")),
 }
 

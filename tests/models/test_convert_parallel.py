@@ -30,6 +30,7 @@ SHORT = {"layer": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 7
 # name: options of the tensors, options of the config, layouts that can express it, causal layers
 DRAFTS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...], tuple[bool, ...]]] = {
     "dflash": ({}, {}, ("z-lab", "speculators"), (False, False)),
+    "the last layer": ({}, {"target_layer_ids": [0, 3]}, ("z-lab", "speculators"), (False, False)),
     "jetspec": ({}, {"causal_head": True}, ("z-lab", "jetspec"), (True, True)),
     "shifted jetspec": ({}, {"causal_head": True, "draft_shift": True}, ("jetspec",), (True, True)),
     "sliding": ({}, SLIDING, ("z-lab", "speculators"), (True, False)),
@@ -140,9 +141,9 @@ def test_what_a_block_drafter_needs_is_named(pair: Pair, tmp_path: Path) -> None
         convert(source, tmp_path / "out", "speculators")
     with pytest.raises(ConfigError, match="layout: expected one of z-lab, jetspec, speculators for a block drafter, found 'sglang'"):
         convert(source, tmp_path / "out", "sglang", pair.target)
-    deeper = write_hf(build_hf("llama", num_hidden_layers=5), tmp_path / "deeper")
-    with pytest.raises(CheckpointError, match=r"num_target_layers.*another target"):
-        convert(source, tmp_path / "out", "speculators", deeper)
+    shallow = write_hf(build_hf("llama", num_hidden_layers=2), tmp_path / "shallow")
+    with pytest.raises(CheckpointError, match=r"target_layer_ids: expected .* from 0 to 1"):
+        convert(source, tmp_path / "out", "speculators", shallow)
     edit_tensors(source / "model.safetensors", **{"fc.weight": torch.zeros(48, 48)})
     with pytest.raises(CheckpointError, match=r"fc\.weight"):
         convert(source, tmp_path / "out", "speculators", pair.target)
@@ -152,7 +153,7 @@ def test_what_a_block_drafter_needs_is_named(pair: Pair, tmp_path: Path) -> None
     edit_json(head / "config.json", mask_token_id=61)
     with pytest.raises(CheckpointError, match="mask_token_id: expected a token of the vocabulary of 61, found 61"):
         convert(head, tmp_path / "out", "speculators")
-    assert {path.name for path in tmp_path.iterdir()} == {"source", "deeper", "head"}  # nothing half written
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "shallow", "head"}  # nothing half written
 
 
 def test_the_default_residual_of_a_speculators_head(pair: Pair, tmp_path: Path) -> None:

@@ -146,6 +146,34 @@ def eagle3_tensors(
     return tensors
 
 
+LATENT = {"kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5}
+"""Config keys of the latent attention of :func:`latent_eagle3_tensors`."""
+
+
+def latent_eagle3_tensors(*, query_rank: int | None = 10, num_heads: int = 4, **sizes: Any) -> dict[str, Tensor]:
+    """:func:`eagle3_tensors` of one layer with multi-head latent attention, as SpecForge and ModelOpt write it for DeepSeek and Kimi.
+
+    ``query_rank``: of compressed queries; None: they are projected directly.
+    """
+    tensors = {name: tensor for name, tensor in eagle3_tensors(**sizes).items() if "self_attn" not in name}
+    hidden_size, generator = tensors["norm.weight"].shape[0], torch.Generator().manual_seed(7)
+    rank, rope, nope, value = LATENT.values()
+    shapes = {
+        "kv_a_proj_with_mqa": (rank + rope, 2 * hidden_size),
+        "kv_b_proj": (num_heads * (nope + value), rank),
+        "o_proj": (hidden_size, num_heads * value),
+    }
+    if query_rank is None:
+        shapes["q_proj"] = (num_heads * (nope + rope), 2 * hidden_size)
+    else:
+        shapes |= {"q_a_proj": (query_rank, 2 * hidden_size), "q_b_proj": (num_heads * (nope + rope), query_rank)}
+        tensors["midlayer.self_attn.q_a_layernorm.weight"] = 1 + 0.2 * torch.randn(query_rank, generator=generator)
+    tensors["midlayer.self_attn.kv_a_layernorm.weight"] = 1 + 0.2 * torch.randn(rank, generator=generator)
+    for name, shape in shapes.items():
+        tensors[f"midlayer.self_attn.{name}.weight"] = 0.3 * torch.randn(shape, generator=generator)
+    return tensors
+
+
 def _layer_extras(tensors: dict[str, Tensor], extras: tuple[str, ...], head_dim: int, normal: Any) -> dict[str, Tensor]:
     more = {}
     for name in tensors:
@@ -188,17 +216,22 @@ def eagle_tensors(
 
 
 def llama_config(tensors: dict[str, Tensor], prefix: str = "layers.0.", head_dim: int = 16, **config: Any) -> dict[str, Any]:
-    """Config keys of one decoder layer, from its tensors."""
+    """Config keys of one decoder layer, from its tensors; ``config`` has those of latent attention."""
     hidden_size, intermediate_size = tensors[f"{prefix}mlp.down_proj.weight"].shape
+    heads: dict[str, Any] = {}
+    if f"{prefix}self_attn.k_proj.weight" in tensors:
+        heads = {
+            "num_attention_heads": tensors[f"{prefix}self_attn.q_proj.weight"].shape[0] // head_dim,
+            "num_key_value_heads": tensors[f"{prefix}self_attn.k_proj.weight"].shape[0] // head_dim,
+            "head_dim": head_dim,
+        }
     return {
         "model_type": "llama",
         "vocab_size": VOCAB_SIZE,
         "hidden_size": hidden_size,
         "intermediate_size": intermediate_size,
         "num_hidden_layers": 1,
-        "num_attention_heads": tensors[f"{prefix}self_attn.q_proj.weight"].shape[0] // head_dim,
-        "num_key_value_heads": tensors[f"{prefix}self_attn.k_proj.weight"].shape[0] // head_dim,
-        "head_dim": head_dim,
+        **heads,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 32,

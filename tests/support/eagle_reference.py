@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,13 +16,44 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
     return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + EPS)
 
 
-def rotate(x: Tensor, first_position: int, theta: float) -> Tensor:
-    """``[T, heads, D]`` at consecutive positions."""
-    half = x.shape[-1] // 2
+def rotate(x: Tensor, first_position: int, theta: float, part: int | None = None) -> Tensor:
+    """``[T, heads, D]`` at consecutive positions; ``part``: elements that turn, from the first on; None: all."""
+    turning, still = x.split((part or x.shape[-1], x.shape[-1] - (part or x.shape[-1])), -1)
+    half = turning.shape[-1] // 2
     frequency = 1.0 / theta ** (torch.arange(half, dtype=x.dtype) / half)
     angle = (first_position + torch.arange(x.shape[0], dtype=x.dtype))[:, None, None] * frequency
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+    a, b = turning[..., :half], turning[..., half:]
+    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), still), -1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+    """Causal attention ``[T, heads * D]``; ``window``: positions that a query sees, its own included."""
+    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+    hidden = (distance < 0) | (distance >= (window or len(q)))
+    group, heads = q.shape[1] // k.shape[1], []
+    for head in range(q.shape[1]):
+        score = q[:, head] @ k[:, head // group].T / q.shape[-1] ** 0.5
+        heads.append(score.masked_fill(hidden, float("-inf")).softmax(-1) @ v[:, head // group])
+    return torch.cat(heads, -1)
+
+
+def latent_attention(w: dict[str, Tensor], at: str, x: Tensor, first_position: int, theta: float, sizes: dict[str, int]) -> Tensor:
+    """Multi-head latent attention up to its last projection, with keys and values of every head built. RoPE turns pairs of neighbours."""
+    nope, rope, value = (sizes[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+
+    def neighbours(part: Tensor) -> Tensor:
+        """Turned in pairs of neighbours; their order afterwards changes no score."""
+        return rotate(torch.cat((part[..., ::2], part[..., 1::2]), -1), first_position, theta)
+
+    q = project(w, f"{at}q_proj", x) if f"{at}q_proj.weight" in w else None
+    if q is None:
+        q = project(w, f"{at}q_b_proj", rms(project(w, f"{at}q_a_proj", x), w[f"{at}q_a_layernorm.weight"]))
+    q = q.unflatten(-1, (-1, nope + rope))
+    row, key = project(w, f"{at}kv_a_proj_with_mqa", x).split((sizes["kv_lora_rank"], rope), -1)
+    both = project(w, f"{at}kv_b_proj", rms(row, w[f"{at}kv_a_layernorm.weight"])).unflatten(-1, (-1, nope + value))
+    turned = neighbours(key[:, None]).expand(-1, both.shape[1], -1)
+    query = torch.cat((q[..., :nope], neighbours(q[..., nope:])), -1)
+    return attend(query, torch.cat((both[..., :nope], turned), -1), both[..., nope:])
 
 
 def project(w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
@@ -30,19 +61,30 @@ def project(w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     return out + w[f"{name}.bias"] if f"{name}.bias" in w else out
 
 
-def layer(w: dict[str, Tensor], prefix: str, residual: Tensor, x: Tensor, first_position: int, theta: float, head_dim: int = 16) -> Tensor:
+def layer(
+    w: dict[str, Tensor],
+    prefix: str,
+    residual: Tensor,
+    x: Tensor,
+    first_position: int,
+    theta: float,
+    head_dim: int = 16,
+    *,
+    window: int | None = None,
+    rotary: int | None = None,
+    latent: dict[str, int] | None = None,
+) -> Tensor:
     """A decoder layer whose attention reads ``x``; causal over the rows."""
-    q, k, v = (project(w, f"{prefix}self_attn.{name}_proj", x).unflatten(-1, (-1, head_dim)) for name in "qkv")
-    if f"{prefix}self_attn.q_norm.weight" in w:
-        q, k = rms(q, w[f"{prefix}self_attn.q_norm.weight"]), rms(k, w[f"{prefix}self_attn.k_norm.weight"])
-    q, k = rotate(q, first_position, theta), rotate(k, first_position, theta)
-    group = q.shape[1] // k.shape[1]
-    heads = []
-    for head in range(q.shape[1]):
-        score = q[:, head] @ k[:, head // group].T / head_dim**0.5
-        score = score.masked_fill(torch.ones_like(score).triu(1).bool(), float("-inf"))
-        heads.append(score.softmax(-1) @ v[:, head // group])
-    residual = residual + project(w, f"{prefix}self_attn.o_proj", torch.cat(heads, -1))
+    at = f"{prefix}self_attn."
+    if latent is not None:
+        mixed = latent_attention(w, at, x, first_position, theta, latent)
+    else:
+        q, k, v = (project(w, f"{at}{name}_proj", x).unflatten(-1, (-1, head_dim)) for name in "qkv")
+        if f"{at}q_norm.weight" in w:
+            q, k = rms(q, w[f"{at}q_norm.weight"]), rms(k, w[f"{at}k_norm.weight"])
+        q, k = rotate(q, first_position, theta, rotary), rotate(k, first_position, theta, rotary)
+        mixed = attend(q, k, v, window)
+    residual = residual + project(w, f"{at}o_proj", mixed)
     y = rms(residual, w[f"{prefix}post_attention_layernorm.weight"])
     gate = project(w, f"{prefix}mlp.gate_proj", y)
     return residual + project(w, f"{prefix}mlp.down_proj", gate * torch.sigmoid(gate) * project(w, f"{prefix}mlp.up_proj", y))
@@ -53,7 +95,7 @@ def eagle3_fuse(w: dict[str, Tensor], feature: Tensor, width: int) -> Tensor:
         feature = rms(feature, w["input_norm.weight"])
     if "fc_norm.0.weight" in w:
         feature = torch.cat([rms(part, w[f"fc_norm.{i}.weight"]) for i, part in enumerate(feature.split(width, -1))], -1)
-    return project(w, "fc", feature)
+    return project(w, "fc", feature) if "fc.weight" in w else feature
 
 
 def eagle3_step(
@@ -65,14 +107,21 @@ def eagle3_step(
     theta: float = 500.0,
     norm_before_residual: bool = False,
     norm_output: bool = False,
+    windows: tuple[int | None, ...] = (),
+    **attention: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Inputs of the next step and of the language-model head; the first layer is ``midlayer`` in ``w``."""
+    """Inputs of the next step and of the language-model head; the first layer is ``midlayer`` in ``w``.
+
+    ``windows``: of the layers, none of those left out; ``attention``: further options of :func:`layer`.
+    """
+    windows += (None,) * len(w)
     normed = rms(hidden, w["midlayer.hidden_norm.weight"])
     x = torch.cat((rms(embedding, w["midlayer.input_layernorm.weight"]), normed), -1)
-    out = layer(w, "midlayer.", normed if norm_before_residual else hidden, x, first_position, theta)
+    out = layer(w, "midlayer.", normed if norm_before_residual else hidden, x, first_position, theta, window=windows[0], **attention)
     index = 1
     while f"layers.{index}.mlp.down_proj.weight" in w:
-        out = layer(w, f"layers.{index}.", out, rms(out, w[f"layers.{index}.input_layernorm.weight"]), first_position, theta)
+        x = rms(out, w[f"layers.{index}.input_layernorm.weight"])
+        out = layer(w, f"layers.{index}.", out, x, first_position, theta, window=windows[index], **attention)
         index += 1
     last = rms(out, w["norm.weight"])
     return (last if norm_output else out), last

@@ -19,13 +19,13 @@ _EXPRESSES: dict[str, set[str]] = {
     "safeailab": {"target_hidden_size", "embed_tokens"},
     "sglang": {
         "target_hidden_size", "embed_tokens", "num_hidden_layers", "norm_before_fc", "fc_norm", "norm_output", "fc bias", "no lm_head",
-        TAP_KEY,
+        "no taps", TAP_KEY,
     },
     "speculators": {
         "target_hidden_size", "embed_tokens", "num_hidden_layers", "norm_before_fc", "fc_norm", "norm_output", "norm_before_residual",
         "no lm_head", TAP_KEY, "attention_bias", "mlp_bias", "query and key norms", "sliding_window",
     },
-    "modelopt": {"num_hidden_layers", "no lm_head", TAP_KEY, "attention_bias", "mlp_bias"},
+    "modelopt": {"num_hidden_layers", "no lm_head", "no taps", TAP_KEY, "attention_bias", "mlp_bias"},
 }  # fmt: skip
 
 
@@ -49,6 +49,7 @@ def _write(head: Head, layout: str, target: ModelFacts | None) -> tuple[dict[str
         "fc bias": bool(facts.fc_bias),
         "no lm_head": not own_head,
         "embed_tokens": "embed_tokens.weight" in tensors,
+        "no taps": not facts.reads_taps,
         TAP_KEY: bool(taps),
     }
     refuse(facts.path, layout, _EXPRESSES[layout], needs | decoder_needs(decoder))
@@ -81,10 +82,10 @@ def _write(head: Head, layout: str, target: ModelFacts | None) -> tuple[dict[str
     else:
         eagle = {"norm_before_fc": True} if facts.norm_before_fc else {}
         flat |= {"fc_norm": bool(facts.fc_norm), "norm_output": facts.norm_output, "bias": bool(facts.fc_bias)}
-        flat |= {"num_aux_hidden_states": len(taps) or DEFAULT_TAPS}
+        flat |= {"num_aux_hidden_states": len(taps) or DEFAULT_TAPS} if facts.reads_taps else {}
         if not own_head and not decoder.tie_word_embeddings:
             flat["draft_vocab_size"] = None  # the head is the target's
-    return flat | {"eagle_config": {TAP_KEY: outputs, "use_aux_hidden_state": True} | eagle}, tensors
+    return flat | {"eagle_config": {TAP_KEY: outputs, "use_aux_hidden_state": facts.reads_taps} | eagle}, tensors
 
 
 def _write_masked(head: Head, layout: str, target: ModelFacts | None) -> tuple[dict[str, Any], dict[str, Tensor]]:

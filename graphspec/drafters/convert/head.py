@@ -87,6 +87,7 @@ def decoder_needs(decoder: ModelFacts) -> dict[str, bool]:
         "mlp_bias": decoder.mlp_bias,
         "query and key norms": decoder.qk_norm,
         "sliding_window": any(decoder.sliding_window),
+        "latent attention": decoder.latent is not None,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from ...facts.model import ModelFacts
 from ...shapes import CycleShape
 from ..head_config import check_speculator, check_vocabulary, head_decoder, nested_keys, one_layer, other_draft, refuse_unknown
 
+_LOG = logging.getLogger(__name__)
 _KNOWN = {
     "mask_token_id", "target_layer_ids", "block_size", "causal", "causal_head", "is_causal", "sliding_window_non_causal", "draft_shift",
     "sample_from_anchor",
@@ -26,7 +28,7 @@ _RELATIVES = {
 }  # fmt: skip
 """Keys of drafts on the same backbone with a further head, which is not supported, and their names."""
 _NO_PROJECTOR = (None, "", "none", "dflash")
-_REFUSED = ("mask_embedding", "lora_config", "peft_config", "final_logit_softcapping", "logits_soft_cap", "num_experts", "kv_lora_rank")
+_REFUSED = ("mask_embedding", "lora_config", "peft_config", "final_logit_softcapping", "logits_soft_cap", "kv_lora_rank")
 _LAYERS, _BLOCK = 5, 16  # of the published drafts
 LONGEST_BLOCK = 64
 """Most rows of a block."""
@@ -93,30 +95,31 @@ def default_layers(num_layers: int, count: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (num_layers - 4) / max(count - 1, 1)) for i in range(count))
 
 
-def _read_taps(owners: tuple[Keys, ...], target: ModelFacts, num_layers: int, speculators: bool) -> tuple[int, ...]:
-    """Layers that the tapped streams enter. The original layout has the layers whose output is tapped, speculators those entered."""
+def _read_taps(owners: tuple[Keys, ...], depth: int, default: tuple[int, ...], speculators: bool) -> tuple[int, ...]:
+    """Layers that the tapped streams enter; one past the last: its output. The original layout has the layers whose output is tapped,
+    speculators those entered.
+
+    Args:
+        owners: of the key, in order of precedence.
+        depth: the target's layers.
+        default: layers whose output is tapped if no owner has the key.
+        speculators: the layout.
+    """
     owner, key = _first(owners, *(("aux_hidden_state_layer_ids",) if speculators else ("target_layer_ids",)))
     if not owner.present(key):
-        taps = tuple(i + 1 for i in default_layers(target.num_layers, num_layers))
+        taps = tuple(i + 1 for i in default)
     else:
         ids = owner.values[key]
         if not isinstance(ids, list) or not 0 < len(ids) <= MOST_LAYERS or not all(is_integer(i) for i in ids):
             raise owner.error(key, "a list of layer ids")
         # The last stream of a speculators config is the target of its training, which the draft does not read.
-        ids = ids[:-1] if speculators and len(ids) > 1 and ids[-1] == target.num_layers else ids
+        ids = ids[:-1] if speculators and len(ids) > 1 and ids[-1] == depth else ids
         taps = tuple(i if speculators else i + 1 for i in ids)
-    if list(taps) != sorted(set(taps)) or not taps[0] > 0 or taps[-1] >= target.num_layers:
-        least, most = (1, target.num_layers - 1) if speculators else (0, target.num_layers - 2)
-        expected = f"ascending, distinct ids from {least} to {most} (the target has {target.num_layers} layers)"
+    if list(taps) != sorted(set(taps)) or not taps[0] > 0 or taps[-1] > depth:
+        least, most = (1, depth) if speculators else (0, depth - 1)
+        expected = f"ascending, distinct ids from {least} to {most} (the target has {depth} layers)"
         raise CheckpointError(f"{owner.where}: {key}", expected, list(owner.values.get(key) or taps))
     return taps
-
-
-def _windows(keys: Keys, num_layers: int) -> Keys:
-    """The layer keys with the flag that enables sliding windows in this family."""
-    kinds = keys.values.get("layer_types")
-    sliding = isinstance(kinds, list) and "sliding_attention" in kinds
-    return Keys({**keys.values, "use_sliding_window": sliding, "num_hidden_layers": num_layers}, keys.where)
 
 
 def read_dflash_facts(path: str | Path, target: ModelFacts) -> DFlashFacts:
@@ -151,14 +154,15 @@ def read_dflash_config(path: str | Path, target: ModelFacts) -> tuple[DFlashFact
     owners = (own, keys, layers)
     if not all(owner.flag("use_aux_hidden_state", True) for owner in owners):
         raise keys.error("use_aux_hidden_state", "true (the draft reads intermediate layers of its target)")
-    num_layers = layers.integer("num_hidden_layers", most=MOST_LAYERS)
-    decoder = head_decoder(_windows(layers, num_layers), path, architecture, QWEN3)
+    layers.integer("num_hidden_layers", most=MOST_LAYERS)  # without a default, unlike that of other heads
+    decoder = head_decoder(layers, path, architecture, QWEN3)
     check_vocabulary(layers, decoder, target)
     width = keys.integer("target_hidden_size", decoder.hidden_size, most=MOST_WIDTH)
     if decoder.hidden_size != target.hidden_size or width != target.hidden_size:
         raise layers.error("hidden_size", f"{target.hidden_size}, as in {target.path}", "the draft reads the target's embedding")
-    if keys.present("num_target_layers") and keys.integer("num_target_layers") != target.num_layers:
-        raise keys.error("num_target_layers", f"{target.num_layers}, as in {target.path}", "this draft was made for another target")
+    depth = keys.integer("num_target_layers", target.num_layers, most=MOST_LAYERS)
+    if depth != target.num_layers:
+        _LOG.warning("%s: num_target_layers is %d, but %s has %d layers", keys.where, depth, target.path, target.num_layers)
     block_owner, block_key = _first((own, keys), "block_size")
     block = block_owner.integer(block_key, least=2, most=LONGEST_BLOCK)
     mask_owner, mask_key = _first((own, keys), "mask_token_id")
@@ -168,7 +172,7 @@ def read_dflash_config(path: str | Path, target: ModelFacts) -> tuple[DFlashFact
     everywhere = _flag(owners, "causal", "causal_head", "is_causal")
     # As in vLLM: the causality of dflash_config applies to every layer, sliding ones too.
     in_sliding = not _flag(owners, "sliding_window_non_causal") and own.flag("causal", True)
-    taps = _read_taps((own, keys), target, num_layers, speculators)
+    taps = _read_taps((own, keys), target.num_layers, default_layers(depth, decoder.num_layers), speculators)
     from_anchor = _flag((own, keys), "sample_from_anchor", "draft_shift")
     facts = DFlashFacts(
         path=path,

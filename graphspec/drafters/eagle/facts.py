@@ -12,6 +12,7 @@ from ...facts.model import ModelFacts
 from ..head_config import check_vocabulary, head_decoder, nested_keys, one_layer, other_draft, refuse_options, speculators_keys
 
 _PLAIN = ("llama", "qwen2", "mistral")
+_NORMS = ("use_input_layernorm_in_first_layer", "use_last_layernorm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,7 @@ class EagleFacts(DraftFacts):
     """An EAGLE-1/2 head (arXiv 2401.15077, 2406.16858) that was checked against its target."""
 
     layout: str = "safeailab"
-    """Key of :data:`graphspec.drafters.eagle.loading.EAGLE_WRITTEN`: the checkpoint's tensor names and config keys."""
+    """The checkpoint's tensor names and config keys: a key of :data:`graphspec.drafters.eagle.loading.EAGLE_WRITTEN`, or modelopt."""
     fc_bias: bool | None = None
     """As stated in the config, None if it isn't; the tensors decide."""
     layernorms: bool | None = None
@@ -35,7 +36,9 @@ def read_eagle_config(path: str | Path) -> tuple[EagleFacts, Keys]:
     path = Path(path)
     keys = read_config(path)
     expected = "an EAGLE-1/2 head (LlamaForCausalLMEagle, Qwen2ForCausalLMEagle, or LlamaForCausalLM with one layer)"
-    refuse_options(keys, nested_keys(keys, "eagle_config"))
+    eagle = nested_keys(keys, "eagle_config")
+    # ModelOpt says there which norms a head has; the tensors do, too.
+    refuse_options(keys, Keys({key: value for key, value in eagle.values.items() if key not in _NORMS}, eagle.where))
     if keys.present("speculators_model_type"):
         layer, family = speculators_keys(keys, "eagle")
         refuse_options(layer)
@@ -56,9 +59,9 @@ def read_eagle_config(path: str | Path) -> tuple[EagleFacts, Keys]:
         )
         if not plain and not ("eagle" in architecture.lower() and "eagle3" not in architecture.lower()):
             raise keys.error("architectures", expected, other_draft(keys, architecture))
-        if keys.present("draft_vocab_size"):
-            raise keys.error("draft_vocab_size", "no such key", other_draft(keys, architecture))
-        layout, family, decoder_keys, layernorms = "safeailab", LLAMA, keys, None
+        if keys.present("draft_vocab_size") and keys.values["draft_vocab_size"] != keys.values.get("vocab_size"):
+            raise keys.error("draft_vocab_size", "no such key, or vocab_size", other_draft(keys, architecture))
+        layout, family, decoder_keys, layernorms = "modelopt" if any(map(eagle.present, _NORMS)) else "safeailab", LLAMA, keys, None
         fc_bias = keys.flag("bias", True) if keys.present("bias") else None
     decoder = head_decoder(decoder_keys, path, architecture, family)
     if decoder.num_layers != 1:

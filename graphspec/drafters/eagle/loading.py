@@ -18,6 +18,14 @@ from .network import EagleDraft
 if TYPE_CHECKING:
     from .facts import EagleFacts
 
+_SPECULATORS = (
+    ("fusion_fc.", "fc."),
+    ("transformer.", "layers.0."),
+    ("transformer.input_layernorm.", "hidden_layernorm."),
+    ("embedding_layernorm.", "embed_layernorm."),
+    ("pre_lm_head_layernorm.", "lm_head_layernorm."),
+)
+"""The prefixes of speculators before it removed EAGLE-1."""
 EAGLE_LAYOUT = Layout(
     rules=(
         *(TensorRule(name, (name,)) for name in ("fc.weight", "fc.bias", "embed_tokens.weight")),
@@ -26,21 +34,17 @@ EAGLE_LAYOUT = Layout(
         *decoder_rules("layer.", "layers.0."),
     ),
     ignored=("layers.0.self_attn.rotary_emb.inv_freq",),  # derived from config.json
-    renamed=(
-        ("fusion_fc.", "fc."),
-        ("transformer.", "layers.0."),
-        ("transformer.input_layernorm.", "hidden_layernorm."),
-        ("embedding_layernorm.", "embed_layernorm."),
-        ("pre_lm_head_layernorm.", "lm_head_layernorm."),
-    ),
+    renamed=_SPECULATORS,
 )
-"""EAGLE-1/2 heads, with or without the norms of HASS; the renamed prefixes are those of speculators before it removed EAGLE-1."""
+"""EAGLE-1/2 heads, with or without the norms of HASS."""
+_MODELOPT = (("layers.0.input_layernorm.", "hidden_layernorm."), ("norm.", "lm_head_layernorm."))
+"""Names of two of these norms where ``eagle_config`` has ModelOpt's keys; elsewhere they are those of another kind of checkpoint."""
 
 
 EAGLE_WRITTEN: dict[str, tuple[tuple[str, str], ...]] = {
     "safeailab": (),
     "hass": (),
-    "speculators-old": tuple((re.escape(ours), theirs) for theirs, ours in EAGLE_LAYOUT.renamed),
+    "speculators-old": tuple((re.escape(ours), theirs) for theirs, ours in _SPECULATORS),
 }
 """Per layout of EAGLE-1/2 heads: patterns that match the beginning of the names above, and their replacements in its files."""
 EAGLE_NORMS = ("embed_layernorm", "hidden_layernorm", "lm_head_layernorm")
@@ -52,7 +56,7 @@ def eagle_checkpoint(facts: EagleFacts) -> tuple[Checkpoint, EagleFacts, tuple[s
     Raises:
         CheckpointError: another kind of checkpoint, or norms that config and tensors disagree on.
     """
-    checkpoint = Checkpoint(facts.path, EAGLE_LAYOUT.renamed)
+    checkpoint = Checkpoint(facts.path, EAGLE_LAYOUT.renamed + (_MODELOPT if facts.layout == "modelopt" else ()))
     foreign = any(name.endswith("hidden_norm.weight") for name in checkpoint.names()) or "d2t" in checkpoint
     if "fc.weight" not in checkpoint or foreign:
         expected = "an EAGLE-1/2 head, with fc.weight and without hidden_norm or d2t"

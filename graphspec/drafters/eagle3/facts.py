@@ -9,12 +9,12 @@ from typing import ClassVar, TypeVar
 
 from ...errors import CheckpointError
 from ...facts.draft import DraftFacts
-from ...facts.families import LLAMA
 from ...facts.keys import MOST_LAYERS, MOST_WIDTH, Keys, is_integer, read_architecture, read_config
 from ...facts.model import ModelFacts
 from ..head_config import (
     check_vocabulary,
     head_decoder,
+    head_family,
     log_default,
     nested_keys,
     one_layer,
@@ -43,6 +43,10 @@ class Eagle3Facts(DraftFacts):
 
     layout: str = "safeailab"
     """Key of :data:`graphspec.drafters.eagle3.loading.EAGLE3_WRITTEN`: the checkpoint's tensor names and config keys."""
+    reads_taps: bool = True
+    """Otherwise it reads the target's hidden state after the final norm alone."""
+    has_fc: bool = True
+    """A projection of what it reads; without taps the tensors decide."""
     norm_before_residual: bool = False
     """The first layer's residual is the normed hidden state, not the one before the norm."""
     norm_output: bool = False
@@ -65,8 +69,8 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 
 def _read_taps(owner: Keys, entering: bool) -> tuple[int, ...] | None:
-    """The layers that the tapped streams enter; None: the default."""
-    if not owner.present(TAP_KEY):
+    """The layers that the tapped streams enter, one past the last of them for its output; None: the default."""
+    if owner.values.get(TAP_KEY) in (None, []):
         return None
     ids = owner.values[TAP_KEY]
     if not isinstance(ids, list) or not 0 < len(ids) <= MOST_LAYERS or not all(is_integer(i) and abs(i) <= MOST_LAYERS for i in ids):
@@ -78,6 +82,8 @@ def _read_taps(owner: Keys, entering: bool) -> tuple[int, ...] | None:
 
 
 def _check_taps(facts: Eagle3Facts, keys: Keys, num_layers: int) -> tuple[int, ...]:
+    if not facts.reads_taps:
+        return ()
     if not facts.tap_layers:
         taps = default_taps(num_layers)
         if list(taps) != sorted(set(taps)) or taps[0] < 0:
@@ -87,11 +93,11 @@ def _check_taps(facts: Eagle3Facts, keys: Keys, num_layers: int) -> tuple[int, .
                 f"none, and the default layers {taps} collide in a target of {num_layers} layers",
             )
         return taps
-    if facts.tap_layers[-1] >= num_layers:
+    if facts.tap_layers[-1] > num_layers:
         shift = 0 if facts.layout == "speculators" else 1
         raise CheckpointError(
             f"{keys.where}: {TAP_KEY}",
-            f"ascending, distinct ids from {-shift} to {num_layers - 1 - shift} (the target has {num_layers} layers)",
+            f"ascending, distinct ids from {-shift} to {num_layers - shift} (the target has {num_layers} layers)",
             [i - shift for i in facts.tap_layers],
         )
     return facts.tap_layers
@@ -119,7 +125,8 @@ def _residual_flag(owners: tuple[Keys, ...], layout: str) -> bool:
 
 
 def eagle3_config(path: Path, keys: Keys) -> tuple[Eagle3Facts, Keys]:
-    """Facts of a head from its config alone, and the keys of its decoder layers. Empty ``tap_layers``: the default of the target.
+    """Facts of a head from its config alone, and the keys of its decoder layers. Empty ``tap_layers``, if it reads any: the default of
+    the target.
 
     Raises:
         CheckpointError: as :func:`read_eagle3_facts`, except for what concerns the target.
@@ -137,17 +144,18 @@ def eagle3_config(path: Path, keys: Keys) -> tuple[Eagle3Facts, Keys]:
         architecture = read_architecture(keys, expected)
         if "eagle3" not in architecture.lower() and not (architecture == "LlamaForCausalLM" and keys.present("draft_vocab_size")):
             raise keys.error("architectures", expected, other_draft(keys, architecture))
-        family, decoder_keys = LLAMA, keys
+        family, decoder_keys = head_family(keys, architecture), keys
         layout = "sglang" if "eagle3" in architecture.lower() else "safeailab"
         layout = "modelopt" if any(key in eagle.values for key in _MODELOPT_KEYS) else layout
         # here an id means the layer whose output is tapped, that is, the stream entering the next one
         taps = _read_taps(eagle if eagle.present(TAP_KEY) else keys, entering=False)
-    if not eagle.flag("use_aux_hidden_state", True) or not keys.flag("use_aux_hidden_state", True):
-        owner = keys if keys.present("use_aux_hidden_state") else eagle
-        raise owner.error("use_aux_hidden_state", "true (EAGLE-3 reads intermediate layers of its target)")
+    reads_taps = all(owner.flag("use_aux_hidden_state", True) for owner in (eagle, keys))
+    if not reads_taps and taps:
+        hint = "with layer ids it reads those, without them the hidden state after the final norm"
+        raise CheckpointError(f"{keys.where}: use_aux_hidden_state", f"true next to {TAP_KEY}", False, hint)
     decoder = head_decoder(decoder_keys, path, architecture, family)
     count = "num_aux_hidden_states"
-    if keys.present(count) and keys.integer(count) != len(taps or ()) and (taps or keys.integer(count) != DEFAULT_TAPS):
+    if reads_taps and keys.present(count) and keys.integer(count) != len(taps or ()) and (taps or keys.integer(count) != DEFAULT_TAPS):
         wanted = f"{len(taps)}, the number of tapped layers {taps}" if taps else f"{DEFAULT_TAPS}, or explicit {TAP_KEY}"
         raise keys.error(count, wanted)
     owners = (keys, eagle)
@@ -166,8 +174,9 @@ def eagle3_config(path: Path, keys: Keys) -> tuple[Eagle3Facts, Keys]:
         decoder=decoder,
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=target_hidden_size,
-        feature_size=len(taps or (0,) * DEFAULT_TAPS) * target_hidden_size,
+        feature_size=(len(taps or (0,) * DEFAULT_TAPS) if reads_taps else 1) * target_hidden_size,
         tap_layers=taps or (),
+        reads_taps=reads_taps,
         layout=layout,
         norm_before_residual=_residual_flag(owners, layout),
         norm_output=norm_output,

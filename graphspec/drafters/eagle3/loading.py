@@ -18,6 +18,8 @@ from ..head_tensors import fill_head, looks_like, settle, settle_decoder
 from .network import Eagle3Draft
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .facts import Eagle3Facts
 
 _LOG = logging.getLogger(__name__)
@@ -104,16 +106,27 @@ def eagle3_checkpoint(facts: Eagle3Facts) -> tuple[Checkpoint, Eagle3Facts]:
     Raises:
         CheckpointError: another kind of checkpoint, or a norm that config and tensors disagree on.
     """
-    # In layers after the first, SGLang and TensorRT-LLM name the norm before the attention hidden_norm.
-    further = tuple((f"layers.{i}.hidden_norm.", f"layers.{i}.input_layernorm.") for i in range(1, facts.decoder.num_layers))
-    checkpoint = Checkpoint(facts.path, EAGLE3_LAYOUT.renamed + further)
-    missing = [name for name in ("fc.weight", "layers.0.hidden_norm.weight") if name not in checkpoint]
+    # ModelOpt numbers several layers under midlayer. In those after the first, it, SGLang and TensorRT-LLM name the norm before the
+    # attention hidden_norm.
+    further: list[tuple[str, str]] = []
+    for i in range(facts.decoder.num_layers):
+        further.append((f"midlayer.{i}.", f"layers.{i}."))
+        if i > 0:
+            further += [(f"{prefix}.{i}.hidden_norm.", f"layers.{i}.input_layernorm.") for prefix in ("layers", "midlayer")]
+    checkpoint = Checkpoint(facts.path, (*EAGLE3_LAYOUT.renamed, *further))
+    has_fc = "fc.weight" in checkpoint
+    missing = [] if has_fc or not facts.reads_taps else ["fc.weight"]
+    missing += [name for name in ("layers.0.hidden_norm.weight",) if name not in checkpoint]
     if missing:
         expected = "an EAGLE-3 head, with fc.weight and layers.0.hidden_norm.weight (or midlayer.)"
         raise CheckpointError(f"{checkpoint.path}: {missing[0]}", expected, "no such tensor", f"this looks like {looks_like(checkpoint)}")
+    if not has_fc and facts.feature_size != facts.decoder.hidden_size:
+        expected = f"a projection to {facts.decoder.hidden_size} of the target's hidden state of {facts.feature_size}"
+        raise CheckpointError(f"{checkpoint.path}: fc.weight", expected, "no such tensor")
     return checkpoint, replace(
         facts,
         decoder=settle_decoder(checkpoint, facts.decoder),
+        has_fc=has_fc,
         norm_before_fc=_settle_norm(checkpoint, "norm_before_fc", facts.norm_before_fc, "input_norm.weight"),
         fc_norm=_settle_norm(checkpoint, "fc_norm", facts.fc_norm, "fc_norm.0.weight"),
         fc_bias=settle(checkpoint, "bias", facts.fc_bias, "fc.bias"),
@@ -121,7 +134,7 @@ def eagle3_checkpoint(facts: Eagle3Facts) -> tuple[Checkpoint, Eagle3Facts]:
 
 
 def load_head(
-    network: type[Network], layout: Layout, facts: Eagle3Facts, target: LlamaModel, max_positions: int, dtype: torch.dtype,
+    network: Callable[..., Network], layout: Layout, facts: Eagle3Facts, target: LlamaModel, max_positions: int, dtype: torch.dtype,
     device: torch.device | str, progress: Progress | None = None,
 ) -> Network:  # fmt: skip
     """The head of a checkpoint as a ``network``, with the tensor names of ``layout``.
@@ -150,7 +163,8 @@ def load_head(
         )
     shared = {"embed_tokens.weight"} if share_embedding else set()
     shared |= {"lm_head.weight"} if share_head or tied else set()
-    checkpoint.check("fc.weight", (decoder.hidden_size, facts.feature_size))  # first: its shape distinguishes kinds of heads best
+    if facts.has_fc:
+        checkpoint.check("fc.weight", (decoder.hidden_size, facts.feature_size))  # first: its shape distinguishes kinds of heads best
     token_Vd = read_vocab_map(checkpoint, decoder.vocab_size, facts.draft_vocab_size)
     fill_head(draft, checkpoint, layout, shared, dtype, device, progress)
     if tied:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.linear import Hidden, ResidualStream, hidden_of
-from ...models.layers import Embedding, Linear, RMSNorm, SelfAttention
-from ...models.llama import DecoderLayer
+from ...models.layers import Embedding, Linear, RMSNorm
+from ...models.llama import DecoderLayer, make_attention
 from ...models.mlp import MLP
 from ...models.stack import DecoderStack, DraftInput, PlainLayer, packing_obstacle
 from ..network import DraftNetwork
@@ -34,7 +34,7 @@ class Eagle3Layer(nn.Module):
         self.norm_before_residual = norm_before_residual
         self.input_layernorm = RMSNorm(facts.hidden_size, facts.rms_norm_eps)
         self.hidden_norm = RMSNorm(facts.hidden_size, facts.rms_norm_eps)
-        self.self_attn = SelfAttention(facts, 0, input_size=2 * facts.hidden_size)
+        self.self_attn = make_attention(facts, 0, input_size=2 * facts.hidden_size)
         self.post_attention_layernorm = RMSNorm(facts.hidden_size, facts.rms_norm_eps)
         self.mlp = MLP(facts)
 
@@ -78,7 +78,7 @@ class Eagle3Draft(DraftNetwork):
         eps, num_taps = decoder.rms_norm_eps, facts.feature_size // facts.target_hidden_size
         self.input_norm = RMSNorm(facts.feature_size, eps) if facts.norm_before_fc else None
         self.fc_norm = nn.ModuleList(RMSNorm(facts.target_hidden_size, eps) for _ in range(num_taps)) if facts.fc_norm else None
-        self.fc = Linear(facts.feature_size, decoder.hidden_size, bias=bool(facts.fc_bias))
+        self.fc = Linear(facts.feature_size, decoder.hidden_size, bias=bool(facts.fc_bias)) if facts.has_fc else None
         further = (DecoderLayer(decoder, layer) for layer in range(1, decoder.num_layers))
         self.layers = nn.ModuleList((Eagle3Layer(decoder, facts.norm_before_residual), *further))
         self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
@@ -97,14 +97,13 @@ class Eagle3Draft(DraftNetwork):
         return None
 
     def fuse(self, feature_BTF: Tensor) -> Tensor:
-        """``[B, T, H]`` from the target's tapped residual streams; the head's own hidden states are not fused."""
+        """``[B, T, H]`` from the target's tapped residual streams, or its hidden state; the head's own hidden states are not fused."""
         if self.input_norm is not None:
             feature_BTF = self.input_norm(feature_BTF)
         if self.fc_norm is not None:
             streams = feature_BTF.split(self.facts.target_hidden_size, dim=-1)
             feature_BTF = torch.cat([norm(stream_BTH) for norm, stream_BTH in zip(self.fc_norm, streams, strict=True)], dim=-1)
-        hidden_BTH: Tensor = self.fc(feature_BTF)
-        return hidden_BTH
+        return feature_BTF if self.fc is None else hidden_of(self.fc(feature_BTF))
 
     def forward(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention, step: int = 0) -> Tensor:
         """One step: tokens (int64 target ids) with the hidden state of the token before each, ``[B, T, H]``; ``step`` changes nothing.

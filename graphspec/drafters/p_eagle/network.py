@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,18 +24,24 @@ P_EAGLE_LAYOUT = replace(EAGLE3_LAYOUT, rules=(*EAGLE3_LAYOUT.rules, TensorRule(
 
 
 class PEagleDraft(Eagle3Draft):
-    """An EAGLE-3 head with ``mask_hidden`` ``[1, F]``, which is the feature of every mask.
+    """An EAGLE-3 head with ``mask_hidden``, which is the feature of every mask.
 
     Args:
         facts, max_positions, embed_tokens, lm_head: of :class:`~graphspec.drafters.eagle3.network.Eagle3Draft`.
+        mask_shape: of ``mask_hidden`` as the file has it: F numbers, behind any dimensions of one; None: ``[1, F]``.
     """
 
     def __init__(
-        self, facts: PEagleFacts, max_positions: int, embed_tokens: Embedding | None = None, lm_head: Linear | None = None
+        self,
+        facts: PEagleFacts,
+        max_positions: int,
+        embed_tokens: Embedding | None = None,
+        lm_head: Linear | None = None,
+        mask_shape: tuple[int, ...] | None = None,
     ) -> None:
         super().__init__(facts, max_positions, embed_tokens, lm_head)
         self.mask_token_id = facts.mask_token_id
-        self.mask_hidden = make_parameter(1, facts.feature_size)
+        self.mask_hidden = make_parameter(*(mask_shape or (1, facts.feature_size)))
 
 
 def load_p_eagle(
@@ -48,10 +55,13 @@ def load_p_eagle(
     """The P-EAGLE head of a checkpoint, in ``dtype`` on ``device``.
 
     Raises:
-        CheckpointError: as :func:`graphspec.drafters.eagle3.loading.load_head`; also no ``mask_hidden``.
+        CheckpointError: as :func:`graphspec.drafters.eagle3.loading.load_head`; also no ``mask_hidden``, or one of another size.
     """
     checkpoint = Checkpoint(facts.path)
     if "mask_hidden" not in checkpoint:
         expected = f"a P-EAGLE head, with mask_hidden [1, {facts.feature_size}]"
         raise CheckpointError(f"{checkpoint.path}: mask_hidden", expected, "no such tensor", f"this looks like {looks_like(checkpoint)}")
-    return load_head(PEagleDraft, P_EAGLE_LAYOUT, facts, target, max_positions, dtype, device, progress)
+    shape = checkpoint.shape("mask_hidden")
+    if shape not in [(1,) * front + (facts.feature_size,) for front in range(3)]:  # trainers keep dimensions of batch and length
+        raise CheckpointError(checkpoint.key("mask_hidden"), f"shape [1, {facts.feature_size}]", f"shape {list(shape)}")
+    return load_head(partial(PEagleDraft, mask_shape=shape), P_EAGLE_LAYOUT, facts, target, max_positions, dtype, device, progress)

@@ -10,7 +10,7 @@ from typing import ClassVar
 from ...facts.draft import DraftFacts
 from ...facts.files import find_file
 from ...facts.keys import read_config
-from ...facts.model import ModelFacts, read_model_facts
+from ...facts.model import ModelFacts, read_draft_model_facts
 
 _LOG = logging.getLogger(__name__)
 
@@ -33,14 +33,14 @@ def read_standalone_facts(path: str | Path, target: ModelFacts) -> StandaloneFac
     beyond the target's are not read; ids of the target beyond the draft's are zero vectors to it, and it does not propose them.
 
     Raises:
-        CheckpointError: as :func:`read_model_facts`; also a head that is no whole model.
+        CheckpointError: as :func:`read_draft_model_facts`; also a head that is no whole model.
     """
     path = Path(path)
     keys = read_config(path)
     for key in ("draft_vocab_size", "eagle_config", "target_hidden_size"):
         if keys.present(key):
             raise keys.error(key, "a whole language model, without this key", "an EAGLE head belongs to another variant")
-    decoder = read_model_facts(path)
+    decoder = read_draft_model_facts(path)
     if decoder.recurrent is not None or decoder.kv_layers < decoder.num_layers:
         raise keys.error(
             "architectures",

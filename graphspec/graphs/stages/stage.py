@@ -130,7 +130,9 @@ class Stage(nn.Module):
 
     def feature(self, hidden_BTH: Tensor, taps_BTF: Tensor | None) -> Tensor | None:
         """What the drafter reads of the target, ``[B, T, F]``, from a target's output; None: nothing."""
-        return hidden_BTH if self.plan.variant.feature_source == "hidden" else taps_BTF
+        if self.plan.tap_layers:
+            return taps_BTF
+        return hidden_BTH if self.plan.feature_width else None
 
     def window_slots(self, v: Views) -> Window:
         """The rows' windows; None for what this plan does not keep."""

@@ -23,7 +23,7 @@ struct LayerPlan {
   int64_t input_size, intermediate, window, kv_layer, tap;
 };
 struct StackPlan {
-  int64_t layers, hidden, heads, groups, dim, rotary, gated, final_norm;
+  int64_t layers, hidden, heads, groups, dim, rotary, gated, final_norm, last_tap;
   double eps, scale;
 };
 
@@ -63,6 +63,7 @@ class Stack final : public graphspec::Program {
     layers_ = reinterpret_cast<const LayerPlan*>(call.plan + 1) + call.first;
     count_ = call.last - call.first;
     normed_at_end_ = call.final_norm && p_.final_norm >= 0;
+    tapped_at_end_ = call.num_taps > 0 && p_.last_tap >= 0 && call.last == p_.layers;
     query_ = p_.heads * p_.dim;
     qkv_ = query_ * (p_.gated ? 2 : 1) + 2 * p_.groups * p_.dim;
     int64_t widest = 0;
@@ -82,7 +83,7 @@ class Stack final : public graphspec::Program {
     if (static_cast<int64_t>(w_.begin.size()) < static_cast<int64_t>(w_.windows.size()) * rows_) w_.begin.resize(w_.windows.size() * rows_);
   }
 
-  // One for what each lane sees, those of every layer, one for the final norm.
+  // One for what each lane sees, those of every layer, one for the final norm and the stream before it.
   int phases() const override { return static_cast<int>(1 + count_ * PHASES + 1); }
 
   void divide(int threads) override {
@@ -96,7 +97,7 @@ class Stack final : public graphspec::Program {
   int64_t size() const override { return rows_ * p_.hidden; }
   int chunks(int number) const override {
     if (number == 0) return static_cast<int>(w_.windows.size() * c_.lanes);
-    if (number == phases() - 1) return normed_at_end_ && !c_.kv_only ? row_chunks() : 0;
+    if (number == phases() - 1) return (normed_at_end_ || tapped_at_end_) && !c_.kv_only ? row_chunks() : 0;
     const int64_t l = (number - 1) / PHASES;
     const LayerPlan& layer = layers_[l];
     const int phase = (number - 1) % PHASES;
@@ -113,7 +114,7 @@ class Stack final : public graphspec::Program {
 
   void work(int number, int chunk) override {
     if (number == 0) return see(chunk);
-    if (number == phases() - 1) return norm(chunk, p_.final_norm, w_.residual.data(), c_.out);
+    if (number == phases() - 1) return end(chunk);
     const int64_t l = (number - 1) / PHASES;
     const LayerPlan& layer = layers_[l];
     switch ((number - 1) % PHASES) {
@@ -195,9 +196,18 @@ class Stack final : public graphspec::Program {
                 }
               });
     heads(l, chunk * each_qkv_ * BLOCK / p_.dim, std::min(qkv_, (chunk + 1) * each_qkv_ * BLOCK) / p_.dim);
-    if (chunk == 0 && layer.tap >= 0 && c_.num_taps > 0)
-      for (int64_t r = 0; r < rows_; ++r)
-        std::memcpy(c_.taps + (r * c_.num_taps + layer.tap) * p_.hidden, entering(l) + r * p_.hidden, p_.hidden * sizeof(float));
+    if (chunk == 0 && layer.tap >= 0 && c_.num_taps > 0) tap(0, rows_, layer.tap, entering(l));
+  }
+
+  void tap(int64_t first, int64_t last, int64_t index, const float* stream) const {
+    for (int64_t r = first; r < last; ++r)
+      std::memcpy(c_.taps + (r * c_.num_taps + index) * p_.hidden, stream + r * p_.hidden, p_.hidden * sizeof(float));
+  }
+
+  // What follows the last layer.
+  void end(int chunk) const {
+    if (tapped_at_end_) tap(chunk * ROWS, std::min(rows_, (chunk + 1) * ROWS), p_.last_tap, normed_at_end_ ? w_.residual.data() : c_.out);
+    if (normed_at_end_) norm(chunk, p_.final_norm, w_.residual.data(), c_.out);
   }
 
   // x @ weight^T + bias + before, into out; both [rows, hidden].
@@ -296,7 +306,7 @@ class Stack final : public graphspec::Program {
   int threads_ = 1;
   const LayerPlan* layers_;
   int64_t count_, query_, qkv_, splits_, each_qkv_, each_hidden_;
-  bool normed_at_end_;
+  bool normed_at_end_, tapped_at_end_;
   Shape shape_;
 };
 

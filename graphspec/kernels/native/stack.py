@@ -107,10 +107,11 @@ def _interleaved(product: Product) -> Product:
     return Product(blocks(product.weight), None if product.bias is None else blocks(product.bias), product.stored)
 
 
-def pack_stack(shape: StackShape, layers: Sequence[Layer], final_norm: Tensor | None) -> tuple[Tensor, Tensor]:
+def pack_stack(shape: StackShape, layers: Sequence[Layer], final_norm: Tensor | None, last_tap: int | None = None) -> tuple[Tensor, Tensor]:
     """``(weights, plan)`` for :func:`decode`: uint8 and int64, both one-dimensional, in the order of the structs in ``stack.cpp``.
 
-    A weight whose every value is a bfloat16 or a float16 is kept in 16 bits.
+    A weight whose every value is a bfloat16 or a float16 is kept in 16 bits. ``last_tap``: index of the residual stream after the last
+    layer, before the final norm, among the features; None: not tapped.
 
     Raises:
         ConfigError: a tensor is not float32.
@@ -128,7 +129,7 @@ def pack_stack(shape: StackShape, layers: Sequence[Layer], final_norm: Tensor | 
         window, tap = (-1 if value is None else value for value in (layer.window, layer.tap))
         rows += [input_norm, *qkv, *norms, *out, mlp_norm, *gate_up, *down, *sizes, window, layer.kv_layer, tap]
     *integers, eps, scale = astuple(shape)
-    head = [len(layers), layers[0].down.weight.shape[0], *integers, blob.add(final_norm)]
+    head = [len(layers), layers[0].down.weight.shape[0], *integers, blob.add(final_norm), -1 if last_tap is None else last_tap]
     return torch.cat(blob.parts), torch.tensor([*head, bits(eps), bits(scale), *rows], dtype=torch.int64)
 
 
