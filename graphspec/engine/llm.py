@@ -14,8 +14,8 @@ import torch
 from ..buffers import DTYPES
 from ..catalog import load_object, resolve_variant
 from ..config import Config
-from ..errors import ConfigError
-from ..facts import check_tokenizer, read_model_facts
+from ..errors import CheckpointError, ConfigError
+from ..facts import ModelFacts, check_tokenizer, read_model_facts
 from ..graphs.capture import CaptureRecord
 from ..graphs.cycle import Cycle, Progress
 from ..graphs.memory import fit_memory
@@ -86,6 +86,9 @@ class LLM:
         self.progress = progress
         self.folder = model_folder(self.config.model.path, self.config.model.revision)
         """Of the target's checkpoint."""
+        self._has_tokenizer = has_tokenizer(self.folder)
+        self.ends: dict[int, str] = {}
+        """Ids that end a text, and what says so: the model's configuration, its tokenizer or the tokenizer's chat template."""
         size = self.config.runtime.tensor_parallel
         self.ranks: ranks.Ranks | None = None
         """The processes that hold the target together; None: this one alone."""
@@ -122,7 +125,6 @@ class LLM:
         self.load = self._engine.load
         """What there is to do now, as :class:`graphspec.engine.meter.Load`; any thread may ask."""
         self._acceptance_test = AcceptanceTest(self.plan)
-        self._has_tokenizer = has_tokenizer(self.folder)
         self._grammars = Grammars(self.plan)
         if self.plan.runtime.captured:
             # Capturing a class later would make all other callers wait.
@@ -146,7 +148,7 @@ class LLM:
             # Denormals make CPU kernels many times slower and carry no information here.
             torch.set_flush_denormal(True)
         variant = resolve_variant(self.config.variant.name)
-        target = read_model_facts(self.folder)
+        target = self._with_ends(read_model_facts(self.folder))
         draft = None
         if variant.has_network:
             folder = draft_folder(self.config, variant, self.folder)
@@ -157,6 +159,19 @@ class LLM:
                 "variant.draft", f"nothing for variant {variant.name!r}, which has no draft network", self.config.variant.draft
             )
         return make_plan(self.config, target.of_rank(rank, self.config.runtime.tensor_parallel), draft, device=device)
+
+    def _with_ends(self, facts: ModelFacts) -> ModelFacts:
+        """The target with all ids that end a text."""
+        self.ends = dict.fromkeys(facts.eos_token_ids, "configuration of the model")
+        if self._has_tokenizer:
+            try:
+                found = self.tokenizer.ends
+            except CheckpointError as error:
+                # Token ids as prompts need no tokenizer; whoever needs it is told.
+                logger.info("ends of text: those of the model's configuration alone, since its tokenizer can't be read: %s", error)
+                found = {}
+            self.ends = {token: source for token, source in found.items() if token < facts.vocab_size} | self.ends
+        return replace(facts, eos_token_ids=tuple(sorted(self.ends, key=lambda token: token not in facts.eos_token_ids)))
 
     def _load(self) -> Cycle:
         plan = self.plan
@@ -245,7 +260,7 @@ class LLM:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer; loaded when text is first used, token ids never need it.
+        """The checkpoint's tokenizer. Token ids as prompts do without, where it can't be loaded.
 
         Raises:
             CheckpointError: the folder has none, or a damaged one.
@@ -448,10 +463,11 @@ class LLM:
         """The text of a request from its beginning; None: it has none."""
         if not (self._has_tokenizer and request.params.detokenize):
             return None
-        return OutputText(self.tokenizer, request.params, request.prompt if request.params.echo else ())
+        return OutputText(self.tokenizer, request.params, request.prompt)
 
-    def _decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True) if self._has_tokenizer else ""
+    def token_text(self, token: int) -> str:
+        """What a token adds to a text; empty without a tokenizer."""
+        return self.tokenizer.token_text(token) if self._has_tokenizer else ""
 
     def draft_tree(self, prompt: Prompt, cycles: int = 1) -> TreeSnapshot:
         """Run ``cycles`` cycles on ``prompt`` and return the last one's nodes, with the path that was accepted.
@@ -484,5 +500,5 @@ class LLM:
             parent_N=[place.get(parent_N[n], -1) for n in used],
             depth_N=[depth_N[n] for n in used],
             accepted=[n in path for n in used],
-            text_N=[self._decode([token_N[n]]) for n in used],
+            text_N=[self.token_text(token_N[n]) for n in used],
         )

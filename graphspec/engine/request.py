@@ -67,7 +67,9 @@ class SamplingParams:
         min_tokens: no stop id, and no text of ``stop``, before this many tokens.
         speculate: False: this request is decoded plainly, one token per cycle, next to others that are not.
         num_steps: most drafted tokens that a cycle accepts, at most the engine's own depth; None: that.
-        skip_special_tokens: special tokens are not part of the text.
+        skip_special_tokens: special tokens are not part of the text. Texts of ``stop`` are found in them all the same.
+        kept_special_tokens: texts of special tokens that are part of the text although ``skip_special_tokens`` is true. One that is no
+            special token of the checkpoint is text in any case.
         detokenize: False: no text is made, only token ids.
         echo: the text begins with the prompt's; ``token_ids`` and ``logprobs`` do not.
         prompt_logprobs: the same as ``logprobs`` for the prompt's tokens.
@@ -102,6 +104,7 @@ class SamplingParams:
     speculate: bool = True
     num_steps: int | None = None
     skip_special_tokens: bool = True
+    kept_special_tokens: Sequence[str] = ()
     detokenize: bool = True
     echo: bool = False
     prompt_logprobs: int | None = None

@@ -75,7 +75,8 @@ class HfSide:
         self.tokenizer = Tokenizer(folder)
         self.workload = make_workload(config, self.tokenizer.encode, facts.vocab_size)
         self.model = self._load(folder)
-        self.stops = [*config.sampling.stop_token_ids, *(() if self.workload.ignore_eos else facts.eos_token_ids)]
+        ends = dict.fromkeys((*facts.eos_token_ids, *self.tokenizer.ends))
+        self.stops = [*config.sampling.stop_token_ids, *(() if self.workload.ignore_eos else ends)]
         self.model.generation_config.eos_token_id = self.stops or None
         self.how: dict[str, Any] = {}
         if role == "hf_assisted":
