@@ -461,7 +461,8 @@ class LLM:
 
     def _text(self, request: Request) -> OutputText | None:
         """The text of a request from its beginning; None: it has none."""
-        if not (self._has_tokenizer and request.params.detokenize):
+        # A prompt that was refused may be no tokens.
+        if not (self._has_tokenizer and request.params.detokenize and request.budget):
             return None
         return OutputText(self.tokenizer, request.params, request.prompt)
 

@@ -222,13 +222,18 @@ class Tokenizer:
         [text] = self.library.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)
         return str(text)
 
-    def token_bytes(self, token: int) -> bytes:
-        """What a token adds to the text of others: the bytes of all tokens one after the other are the text in UTF-8."""
-        return self.spelling.bytes_of(token)
+    def token_bytes(self, token: int, *, first: bool = False) -> bytes:
+        """What a token adds to a text: the bytes of all tokens one after the other are the text in UTF-8.
 
-    def token_text(self, token: int) -> str:
+        Args:
+            token: its id.
+            first: the text begins with it, so that it may lack a space.
+        """
+        return self.spelling.first_bytes_of(token) if first else self.spelling.bytes_of(token)
+
+    def token_text(self, token: int, *, first: bool = False) -> str:
         """:meth:`token_bytes` as text, with U+FFFD where the token is a part of a character."""
-        return self.token_bytes(token).decode("utf-8", "replace")
+        return self.token_bytes(token, first=first).decode("utf-8", "replace")
 
     def hidden(self, *, skip_special_tokens: bool, kept: Sequence[str] = ()) -> frozenset[int]:
         """Ids of tokens that are no text: none, or the special ones except those whose texts are ``kept``."""
@@ -297,6 +302,11 @@ class Detokenizer:
         recent = list(islice((token for token in reversed(prompt) if token not in self.hidden), WINDOW))[::-1]
         self._pieces = _Bytes(tokenizer.spelling, recent) if tokenizer.spelling.separable else _Lists(tokenizer, recent)
 
+    @property
+    def empty(self) -> bool:
+        """Neither the prompt nor the tokens so far are text."""
+        return self._pieces.empty
+
     def push(self, token: int) -> str:
         """Append a token; returns the text that is final now."""
         return "" if token in self.hidden else self._pieces.push(token)
@@ -310,15 +320,15 @@ class _Bytes:
     """Text of tokens whose bytes follow each other."""
 
     def __init__(self, spelling: Spelling, before: Sequence[int]) -> None:
-        self._spelling, self._empty = spelling, True
+        self._spelling, self.empty = spelling, True
         self._decoder = codecs.getincrementaldecoder("utf-8")(spelling.errors)
         for token in before:
             self.push(token)
 
     def push(self, token: int) -> str:
         data = self._spelling.bytes_of(token)
-        if self._empty and data:
-            self._empty, data = False, self._spelling.first_bytes_of(token)
+        if self.empty and data:
+            self.empty, data = False, self._spelling.first_bytes_of(token)
         return self._decoder.decode(data)
 
     def rest(self) -> str:
@@ -334,6 +344,10 @@ class _Lists:
         """Characters of their text that were returned."""
         self._read = len(before)
         """Of the tokens, those that had been read when that was."""
+
+    @property
+    def empty(self) -> bool:
+        return not self._tokens
 
     def _text(self) -> str:
         return self._tokenizer.decode(self._tokens, skip_special_tokens=False)

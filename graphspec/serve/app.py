@@ -179,7 +179,7 @@ class Api:
             tokens = await asyncio.to_thread(encode, check_text("prompt", data.get("prompt")))
         document = {"count": len(tokens), "max_model_len": self.plan.max_context, "tokens": tokens}
         if data.get("return_token_strs"):
-            document["token_strs"] = [self.tokenizer.token_text(token) for token in tokens]
+            document["token_strs"] = [self.tokenizer.token_text(token, first=not place) for place, token in enumerate(tokens)]
         return _json(document)
 
     async def detokenize(self, request: Request) -> Response:

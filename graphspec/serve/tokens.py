@@ -69,22 +69,23 @@ class CompletionLogprobs:
         """``logprobs`` of the next tokens; the first token of a prompt has no log-probability."""
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, entry in zip(tokens, entries, strict=True):
-            found["tokens"].append(self._key(token))
+            first = self._pieces.empty
+            found["tokens"].append(self._key(token, first=first))
             found["token_logprobs"].append(None if entry is None else finite(entry.logprob))
-            found["top_logprobs"].append(None if entry is None else self._top(entry))
+            found["top_logprobs"].append(None if entry is None else self._top(entry, first=first))
             found["text_offset"].append(self._offset)
             self._offset += len(self._pieces.push(token))
         return found
 
-    def _key(self, token: int) -> str:
-        return key_of(self._tokenizer.token_bytes(token))
+    def _key(self, token: int, *, first: bool) -> str:
+        return key_of(self._tokenizer.token_bytes(token, first=first))
 
-    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+    def _top(self, entry: TokenLogprob, *, first: bool) -> dict[str, float]:
         """Alternatives by text, and the token itself in any case. Of several tokens with one text, the others are ``token_id:<id>``."""
-        own = self._key(entry.token_id)
+        own = self._key(entry.token_id, first=first)
         top: dict[str, float] = {}
         for token, logprob in entry.top.items():
-            key = self._key(token)
+            key = self._key(token, first=first)
             if key in top or (key == own and token != entry.token_id):
                 key = f"token_id:{token}"
             top[key] = finite(logprob)
