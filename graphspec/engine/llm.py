@@ -14,8 +14,8 @@ import torch
 from ..buffers import DTYPES
 from ..catalog import load_object, resolve_variant
 from ..config import Config
-from ..errors import CheckpointError, ConfigError
-from ..facts import ModelFacts, check_tokenizer, read_model_facts
+from ..errors import ConfigError
+from ..facts import check_tokenizer, read_model_facts
 from ..graphs.capture import CaptureRecord
 from ..graphs.cycle import Cycle, Progress
 from ..graphs.memory import fit_memory
@@ -34,6 +34,7 @@ from .arguments import check_cycles, check_launcher, check_progress, check_warm_
 from .calls import Exclusive
 from .depth import AdaptiveDepth, DeepestCycles, DepthPolicy
 from .device import resolve_device
+from .ends import find_ends
 from .engine import Engine
 from .events import Stream
 from .folders import DEMO, draft_folder, model_folder
@@ -148,7 +149,9 @@ class LLM:
             # Denormals make CPU kernels many times slower and carry no information here.
             torch.set_flush_denormal(True)
         variant = resolve_variant(self.config.variant.name)
-        target = self._with_ends(read_model_facts(self.folder))
+        target = read_model_facts(self.folder)
+        self.ends = find_ends(target, (lambda: self.tokenizer) if self._has_tokenizer else None)
+        target = replace(target, eos_token_ids=tuple(self.ends))
         draft = None
         if variant.has_network:
             folder = draft_folder(self.config, variant, self.folder)
@@ -159,19 +162,6 @@ class LLM:
                 "variant.draft", f"nothing for variant {variant.name!r}, which has no draft network", self.config.variant.draft
             )
         return make_plan(self.config, target.of_rank(rank, self.config.runtime.tensor_parallel), draft, device=device)
-
-    def _with_ends(self, facts: ModelFacts) -> ModelFacts:
-        """The target with all ids that end a text."""
-        self.ends = dict.fromkeys(facts.eos_token_ids, "configuration of the model")
-        if self._has_tokenizer:
-            try:
-                found = self.tokenizer.ends
-            except CheckpointError as error:
-                # Token ids as prompts need no tokenizer; whoever needs it is told.
-                logger.info("ends of text: those of the model's configuration alone, since its tokenizer can't be read: %s", error)
-                found = {}
-            self.ends = {token: source for token, source in found.items() if token < facts.vocab_size} | self.ends
-        return replace(facts, eos_token_ids=tuple(sorted(self.ends, key=lambda token: token not in facts.eos_token_ids)))
 
     def _load(self) -> Cycle:
         plan = self.plan

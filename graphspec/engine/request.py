@@ -122,7 +122,7 @@ class SamplingParams:
                 in_range(f"sampling.{name}", value, 0, INT32_MOST, error=RequestError)
         if self.structured is not None and self.min_tokens:
             raise RequestError("sampling.min_tokens", "0 with sampling.structured, whose text may be complete before", self.min_tokens)
-        for name in ("stop", "echo"):
+        for name in ("stop", "echo", "kept_special_tokens"):
             if getattr(self, name) and not self.detokenize:
                 raise RequestError("sampling.detokenize", f"true with sampling.{name}, which is about text", False)
         for name in ("stop", "bad_words"):

@@ -149,7 +149,7 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """The checkpoint says how conversations are written."""
         stated = self._converted is not None or self._config.get("chat_template") is not None
-        files = stated or (self.folder / "chat_template.jinja").exists() or (self.folder / "chat_templates").exists()
+        files = stated or (self.folder / "chat_template.jinja").exists() or (self.folder / "additional_chat_templates").exists()
         return files and bool(self._renderer.chat_template)
 
     @cached_property
@@ -181,24 +181,23 @@ class Tokenizer:
         return found
 
     def _turn_end(self) -> int | None:
-        """The special token that the chat template writes right after an answer; None: another text follows, or the template fails."""
-        messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": PROBE}]
+        """The special token that the chat template writes after each answer, in front of the next turn and where none follows; None: it
+        writes none, or takes no such conversation.
+        """
+        turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": PROBE}]
         try:
-            if not self.has_chat_template:
-                return None
-            text = self._renderer.apply_chat_template(messages, tokenize=False)
+            text = self._renderer.apply_chat_template(turns * 2, tokenize=False) if self.has_chat_template else ""
         except Exception as error:  # noqa: BLE001  what a template raises is said when a conversation needs it
             logger.debug("the chat template writes no finished answer: %s", _one_line(error))
             return None
-        before, found, after = text.rpartition(PROBE)
-        after = after.lstrip()
-        # Where nothing ends an answer, the next turn may follow at once, with the token that began this one.
-        opening = max((name for name in self.special_tokens if name in before), key=before.rfind, default=None)
-        names = [name for name in self.special_tokens if name and after.startswith(name)]
-        name = max(names, key=len, default=None)
-        if not found or name is None or name in (opening, special_token(self._config, "bos_token")):
-            return None
-        return self.special_tokens[name]
+        found = {self._special_at(after.lstrip()) for after in text.split(PROBE)[1:]}
+        name = found.pop() if len(found) == 1 else None
+        # A token that begins texts ends none.
+        return None if name is None or name == special_token(self._config, "bos_token") else self.special_tokens[name]
+
+    def _special_at(self, text: str) -> str | None:
+        """The longest special token that ``text`` begins with."""
+        return max((name for name in self.special_tokens if name and text.startswith(name)), key=len, default=None)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens that the tokenizer puts around every text.

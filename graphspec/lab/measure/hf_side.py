@@ -13,6 +13,7 @@ from ...buffers import DTYPES
 from ...catalog import Variant, all_variants, resolve_variant
 from ...command_options import LaunchConfig
 from ...config import SamplingConfig
+from ...engine.ends import find_ends
 from ...engine.folders import DEMO, model_folder
 from ...engine.text import Tokenizer
 from ...errors import CheckpointError, ConfigError
@@ -75,7 +76,7 @@ class HfSide:
         self.tokenizer = Tokenizer(folder)
         self.workload = make_workload(config, self.tokenizer.encode, facts.vocab_size)
         self.model = self._load(folder)
-        ends = dict.fromkeys((*facts.eos_token_ids, *self.tokenizer.ends))
+        ends = find_ends(facts, lambda: self.tokenizer)
         self.stops = [*config.sampling.stop_token_ids, *(() if self.workload.ignore_eos else ends)]
         self.model.generation_config.eos_token_id = self.stops or None
         self.how: dict[str, Any] = {}
