@@ -168,14 +168,17 @@ class Tokenizer:
         except Exception as error:  # whatever the files make transformers raise, the files are at fault
             raise CheckpointError(str(self.folder), "tokenizer files with a chat template", _one_line(error)) from error
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """The tokenizer's end of text; None: it names none, or none of its tokens."""
+        name = special_token(self._config, "eos_token") if self._converted is None else self._converted.eos_token
+        token: int | None = self.library.token_to_id(str(name)) if name is not None else None
+        return token
+
     @cached_property
     def ends(self) -> dict[int, str]:
         """Tokens that end a text, and what says so: the tokenizer's end of text, or its chat template, which writes one after an answer."""
-        found: dict[int, str] = {}
-        name = special_token(self._config, "eos_token") if self._converted is None else self._converted.eos_token
-        token = self.library.token_to_id(str(name)) if name is not None else None
-        if token is not None:
-            found[token] = "eos_token of the tokenizer"
+        found = {} if self.eos_token_id is None else {self.eos_token_id: "eos_token of the tokenizer"}
         if (end := self._turn_end()) is not None:
             found.setdefault(end, "chat template")
         return found
