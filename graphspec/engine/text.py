@@ -214,6 +214,11 @@ class Tokenizer:
         """Token ids of a piece of text, without special tokens around it."""
         return self._encode(text, special=False)
 
+    def inside(self, text: str) -> list[int]:
+        """Token ids of a piece of text in the middle of another: without the space that some tokenizers put in front of a text."""
+        line, whole = self.words("\n"), self.words("\n" + text)
+        return whole[len(line) :] if whole[: len(line)] == line else self.words(text)
+
     def _encode(self, text: str, *, special: bool) -> list[int]:
         # Of the library's methods, only those for batches let other threads run.
         [encoding] = self.library.encode_batch_fast([text], add_special_tokens=special)

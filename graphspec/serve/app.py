@@ -109,7 +109,14 @@ class Api:
         body = parse(CompletionBody, await self._read(request))
         check_model(body.model, self.model)
         make = partial(CompletionWriter, body, self.model, self.tokenizer)
-        return await self._answer(request, body, [*body.prompts], make, structured_of(body))
+        prompts: list[Prompt] = [*body.prompts]
+        if not body.add_special_tokens:
+            # The text has them, as one that a client put through a chat template.
+            prompts = await asyncio.to_thread(lambda: [self._words(prompt) if isinstance(prompt, str) else prompt for prompt in prompts])
+        return await self._answer(request, body, prompts, make, structured_of(body))
+
+    def _words(self, text: str) -> list[int]:
+        return self.tokenizer.words(check_text("prompt", text))
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
@@ -175,8 +182,7 @@ class Api:
             special, spelled = data.get("add_special_tokens", True), data.get("return_token_strs", False)
             for name, value in (("add_special_tokens", special), ("return_token_strs", spelled)):
                 conform(name, value, bool, RequestError)
-            encode = self.tokenizer.encode if special else self.tokenizer.words
-            tokens = await asyncio.to_thread(encode, check_text("prompt", data.get("prompt")))
+            tokens = await asyncio.to_thread(self.tokenizer.encode if special else self._words, check_text("prompt", data.get("prompt")))
         document = {"count": len(tokens), "max_model_len": self.plan.max_context, "tokens": tokens}
         if data.get("return_token_strs"):
             document["token_strs"] = [self.tokenizer.token_text(token, first=not place) for place, token in enumerate(tokens)]

@@ -146,6 +146,7 @@ class CompletionBody(Body):
 
     prompt: Any = None
     logprobs: int | None = None
+    add_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -142,6 +142,14 @@ def test_a_prompt_that_was_seen_is_found_again(server: Served) -> None:
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
+def test_a_text_that_has_its_special_tokens_gets_no_others(server: Served) -> None:
+    """As one that a client put through a chat template."""
+    body = {"prompt": ["w5 w7", [5, 8]], "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+    for add, wanted in ((True, [5, 5, 7]), (False, [5, 7])):
+        choices = server.complete(**body, add_special_tokens=add)["choices"]
+        assert [choice["prompt_token_ids"] for choice in choices] == [wanted, [5, 8]]
+
+
 def test_tokens_and_back(server: Served, llm: LLM) -> None:
     found = server.post("/tokenize", {"prompt": "w7 w8", "return_token_strs": True}).json()
     assert found == {"count": 3, "max_model_len": llm.plan.max_context, "tokens": [5, 7, 8], "token_strs": ["w5", " w7", " w8"]}
