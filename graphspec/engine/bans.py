@@ -27,7 +27,7 @@ def encode_bad_words(params: SamplingParams, plan: Plan, tokenizer: Tokenizer) -
     """
     found: dict[tuple[int, ...], None] = {}
     for place, word in enumerate(params.bad_words or ()):
-        plain, spaced = (tuple(tokenizer.words(space + word.lstrip())) for space in ("", " "))
+        plain, spaced = (tuple(tokenizer.inside(space + word.lstrip())) for space in ("", " "))
         # Where the space is a token of its own, the rest is the word as it stands.
         for tokens in (plain,) if spaced[-len(plain) :] == plain else (plain, spaced):
             if not 1 <= len(tokens) <= plan.max_bad_word_tokens:

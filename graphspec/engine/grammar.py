@@ -205,28 +205,22 @@ class Grammars:
 
     def _make(self, tokenizer: Callable[[], Tokenizer], tags: bool) -> tuple[GrammarCompiler, Speller]:
         try:
-            from xgrammar import GrammarCompiler, TokenizerInfo
+            from xgrammar import GrammarCompiler, TokenizerInfo, VocabType
         except ImportError as error:
             raise RequestError(KEY, "the package xgrammar", "no such package", install_hint("grammar")) from error
         try:
-            hf = tokenizer().hf
+            speech = tokenizer()
         except CheckpointError as error:
             raise RequestError(KEY, "a checkpoint with a tokenizer", str(error)) from error
         vocab, stops = self._plan.target.vocab_size, list(self._plan.target.eos_token_ids)
+        special = speech.special_ids.union(stops)
+        # The text of an output has no special tokens, so a grammar over text can't either; tags are made of them.
+        texts = [speech.token_bytes(token) if tags or token not in special else b"" for token in range(vocab)]
         try:
-            found = TokenizerInfo.from_huggingface(hf, vocab_size=max(vocab, len(hf)), stop_token_ids=stops)
-            special = {*hf.all_special_ids, *(token for token, added in hf.added_tokens_decoder.items() if added.special), *stops}
-            texts = [""] * vocab
-            for text, token in hf.get_vocab().items():
-                # The text of an output has no special tokens, so a grammar over text can't either; tags are made of them.
-                if token < vocab and (tags or token not in special):
-                    texts[token] = text
-            info = TokenizerInfo(
-                texts, found.vocab_type, vocab_size=vocab, stop_token_ids=stops, add_prefix_space=found.add_prefix_space
-            )  # fmt: skip
+            info = TokenizerInfo(texts, VocabType.RAW, vocab_size=vocab, stop_token_ids=stops)
         except Exception as error:
-            raise RequestError(KEY, "a tokenizer that xgrammar reads", f"{type(hf).__name__}: {_reason(error)}") from error
-        self._special = frozenset(special)
+            raise RequestError(KEY, "a tokenizer that xgrammar reads", _reason(error)) from error
+        self._special = special
         compiler = GrammarCompiler(info, max_threads=COMPILER_THREADS, cache_enabled=True, cache_limit_bytes=CACHE_BYTES)
         return compiler, Speller(info.decoded_vocab)
 

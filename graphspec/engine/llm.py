@@ -34,6 +34,7 @@ from .arguments import check_cycles, check_launcher, check_progress, check_warm_
 from .calls import Exclusive
 from .depth import AdaptiveDepth, DeepestCycles, DepthPolicy
 from .device import resolve_device
+from .ends import find_ends
 from .engine import Engine
 from .events import Stream
 from .folders import DEMO, draft_folder, model_folder
@@ -86,6 +87,9 @@ class LLM:
         self.progress = progress
         self.folder = model_folder(self.config.model.path, self.config.model.revision)
         """Of the target's checkpoint."""
+        self._has_tokenizer = has_tokenizer(self.folder)
+        self.ends: dict[int, str] = {}
+        """Ids that end a text, and what says so: the model's configuration, its tokenizer or the tokenizer's chat template."""
         size = self.config.runtime.tensor_parallel
         self.ranks: ranks.Ranks | None = None
         """The processes that hold the target together; None: this one alone."""
@@ -122,7 +126,6 @@ class LLM:
         self.load = self._engine.load
         """What there is to do now, as :class:`graphspec.engine.meter.Load`; any thread may ask."""
         self._acceptance_test = AcceptanceTest(self.plan)
-        self._has_tokenizer = has_tokenizer(self.folder)
         self._grammars = Grammars(self.plan)
         if self.plan.runtime.captured:
             # Capturing a class later would make all other callers wait.
@@ -147,6 +150,8 @@ class LLM:
             torch.set_flush_denormal(True)
         variant = resolve_variant(self.config.variant.name)
         target = read_model_facts(self.folder)
+        self.ends = find_ends(target, (lambda: self.tokenizer) if self._has_tokenizer else None)
+        target = replace(target, eos_token_ids=tuple(self.ends))
         draft = None
         if variant.has_network:
             folder = draft_folder(self.config, variant, self.folder)
@@ -245,7 +250,7 @@ class LLM:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer; loaded when text is first used, token ids never need it.
+        """The checkpoint's tokenizer. Token ids as prompts do without, where it can't be loaded.
 
         Raises:
             CheckpointError: the folder has none, or a damaged one.
@@ -448,12 +453,14 @@ class LLM:
 
     def _text(self, request: Request) -> OutputText | None:
         """The text of a request from its beginning; None: it has none."""
-        if not (self._has_tokenizer and request.params.detokenize):
+        # A prompt that was refused may be no tokens.
+        if not (self._has_tokenizer and request.params.detokenize and request.budget):
             return None
-        return OutputText(self.tokenizer, request.params, request.prompt if request.params.echo else ())
+        return OutputText(self.tokenizer, request.params, request.prompt)
 
-    def _decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True) if self._has_tokenizer else ""
+    def token_text(self, token: int) -> str:
+        """What a token adds to a text; empty without a tokenizer."""
+        return self.tokenizer.token_text(token) if self._has_tokenizer else ""
 
     def draft_tree(self, prompt: Prompt, cycles: int = 1) -> TreeSnapshot:
         """Run ``cycles`` cycles on ``prompt`` and return the last one's nodes, with the path that was accepted.
@@ -486,5 +493,5 @@ class LLM:
             parent_N=[place.get(parent_N[n], -1) for n in used],
             depth_N=[depth_N[n] for n in used],
             accepted=[n in path for n in used],
-            text_N=[self._decode([token_N[n]]) for n in used],
+            text_N=[self.token_text(token_N[n]) for n in used],
         )

@@ -233,7 +233,7 @@ def _add_texts(request: Request, plan: Plan, tokenizer: Callable[[], Tokenizer])
         request.bad_words = encode_bad_words(params, plan, tokenizer())
         check_bans(params, request.bad_words, plan)
     if params.stop and not plan.accept.synthetic:
-        request.stops = StopCheck(lambda: OutputText(tokenizer(), params))
+        request.stops = StopCheck(lambda: OutputText(tokenizer(), params, request.prompt))
 
 
 def _another(first: Request, params: SamplingParams, sample: int) -> Request:

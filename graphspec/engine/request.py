@@ -67,8 +67,9 @@ class SamplingParams:
         min_tokens: no stop id, and no text of ``stop``, before this many tokens.
         speculate: False: this request is decoded plainly, one token per cycle, next to others that are not.
         num_steps: most drafted tokens that a cycle accepts, at most the engine's own depth; None: that.
-        skip_special_tokens: special tokens are not part of the text.
-        kept_special_tokens: special tokens that are part of the text in any case.
+        skip_special_tokens: special tokens are not part of the text. Texts of ``stop`` are found in them all the same.
+        kept_special_tokens: texts of special tokens that are part of the text although ``skip_special_tokens`` is true. One that is no
+            special token of the checkpoint is text in any case.
         detokenize: False: no text is made, only token ids.
         echo: the text begins with the prompt's; ``token_ids`` and ``logprobs`` do not.
         prompt_logprobs: the same as ``logprobs`` for the prompt's tokens.
@@ -103,7 +104,7 @@ class SamplingParams:
     speculate: bool = True
     num_steps: int | None = None
     skip_special_tokens: bool = True
-    kept_special_tokens: Sequence[str] | None = ()
+    kept_special_tokens: Sequence[str] = ()
     detokenize: bool = True
     echo: bool = False
     prompt_logprobs: int | None = None
@@ -121,7 +122,7 @@ class SamplingParams:
                 in_range(f"sampling.{name}", value, 0, INT32_MOST, error=RequestError)
         if self.structured is not None and self.min_tokens:
             raise RequestError("sampling.min_tokens", "0 with sampling.structured, whose text may be complete before", self.min_tokens)
-        for name in ("stop", "echo"):
+        for name in ("stop", "echo", "kept_special_tokens"):
             if getattr(self, name) and not self.detokenize:
                 raise RequestError("sampling.detokenize", f"true with sampling.{name}, which is about text", False)
         for name in ("stop", "bad_words"):

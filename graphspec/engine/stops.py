@@ -7,6 +7,7 @@ tokens after the one in which it ended never become part of the output.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 
 from ..buffers import Status
 from .request import SamplingParams
@@ -18,10 +19,12 @@ ENDS = (Status.STOPPED, Status.LENGTH, Status.FAILED)
 class OutputText:
     """Text of one request's output, token by token: what was returned is final, and what might begin a stop text is held back.
 
+    Stop texts are looked for in the text with its special tokens, also where the text that is returned leaves them out.
+
     Args:
         tokenizer: the checkpoint's.
         params: of the request. Its seed does not matter.
-        prompt: tokens whose text comes first.
+        prompt: of the request; the output's text continues the prompt's, which comes first if the request wants an echo.
 
     Attributes:
         count: tokens so far, at most up to the one in which a stop text ended.
@@ -29,10 +32,17 @@ class OutputText:
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int] = ()) -> None:
-        self._pieces = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
-        self._params, self._stops = params, params.stop or ()
+        self._tokenizer, self._params, self._stops = tokenizer, params, params.stop or ()
+        self._pieces = Detokenizer(
+            tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            kept_special_tokens=params.kept_special_tokens,
+            prompt=() if params.echo else prompt,
+        )
         self._held = ""
-        self._echo = "".join(map(self._pieces.push, prompt))
+        self._seen: list[bool] = []
+        """Of each character that is held, whether it is part of the text."""
+        self._echo = "".join(map(self._pieces.push, prompt)) if params.echo else ""
         self.count = 0
         self.stop: str | None = None
 
@@ -48,28 +58,38 @@ class OutputText:
             if self.stop is not None:
                 break
             self.count += 1
-            text += self._search(self._pieces.push(token))
+            if token in self._pieces.hidden:
+                text += self._search(self._tokenizer.token_text(token), seen=False) if self._stops else ""
+            else:
+                text += self._search(self._pieces.push(token))
         if last and self.stop is None:
             text += self._search(self._pieces.rest())
-            text, self._held = text + self._held, ""
+            text, self._held, self._seen = text + "".join(compress(self._held, self._seen)), "", []
         return text
 
-    def _search(self, fresh: str) -> str:
-        """The part of the held text and the fresh one that is final; notes a stop text that ends in the fresh one."""
+    def _search(self, fresh: str, *, seen: bool = True) -> str:
+        """The part of the held text and the fresh one that is final; notes a stop text that ends in the fresh one.
+
+        Args:
+            fresh: follows the held text.
+            seen: it is part of the text that is returned.
+        """
         if not self._stops:
             return fresh
         text, known = self._held + fresh, len(self._held)
+        self._seen += [seen] * len(fresh)
         if fresh and self.count > self._params.min_tokens:
             places = [(text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in self._stops]
             found = [(place + len(stop), place, stop) for place, stop in places if place >= 0]
             if found:
                 end, begin, self.stop = min(found)
                 self._held = ""
-                return text[: end if self._params.include_stop_str_in_output else begin]
+                return "".join(compress(text[:begin], self._seen)) + (text[begin:end] if self._params.include_stop_str_in_output else "")
         held = max((overlap(text, stop) for stop in self._stops), default=0)
         final = len(text) - held
-        self._held = text[final:]
-        return text[:final]
+        shown = "".join(compress(text[:final], self._seen))
+        self._held, self._seen = text[final:], self._seen[final:]
+        return shown
 
 
 class StopCheck:

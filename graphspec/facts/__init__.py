@@ -9,7 +9,7 @@ from .moe import ExpertFacts
 from .recurrent import RecurrentFacts
 from .rope import RopeFacts
 from .sharding import Shard, Sharding
-from .tokenizer import check_tokenizer
+from .tokenizer import check_tokenizer, read_tokenizer_config, special_token
 
 __all__ = [
     "DraftFacts",
@@ -23,4 +23,6 @@ __all__ = [
     "Sharding",
     "check_tokenizer",
     "read_model_facts",
+    "read_tokenizer_config",
+    "special_token",
 ]

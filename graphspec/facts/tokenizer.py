@@ -1,4 +1,4 @@
-"""Do a draft and its target speak of the same tokens? Standard library only."""
+"""What a checkpoint's tokenizer files say: its tokens, and the names of special ones. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 
 from ..checks import LONG, brief
 from ..errors import CheckpointError
-from .files import MOST_TOKENIZER, find_file, read_json
+from .files import MOST_CONFIG, MOST_TOKENIZER, find_file, read_json
 from .keys import MOST_VOCAB, is_integer
+
+SPECIAL_NAMES = ("bos_token", "eos_token")
+"""Keys of special tokens that mean something to an engine."""
 
 
 def _read_tokens(file: Path) -> dict[int, str]:
@@ -60,3 +63,36 @@ def check_tokenizer(draft_folder: str | Path, target_folder: str | Path) -> None
     found = brief(draft[first], LONG) if first in draft else "no such token"
     hint = f"{len(different)} ids differ; draft and target must share one tokenizer"
     raise CheckpointError(f"{draft_file}: token {first}", expected, found, hint)
+
+
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """``tokenizer_config.json``, with the special tokens of ``special_tokens_map.json``; empty: the folder has neither.
+
+    As transformers has it, the map counts unless the configuration lists the added tokens itself.
+
+    Raises:
+        CheckpointError: a damaged file, a special token without text, or a ``model_max_length`` that is no number.
+    """
+    found: dict[str, Any] = {}
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        file = folder / name
+        if not find_file(file) or "added_tokens_decoder" in found:
+            continue
+        values = read_json(file, MOST_CONFIG)
+        for key in SPECIAL_NAMES:
+            if (value := values.get(key)) is not None and not isinstance(_token_text(value), str):
+                raise CheckpointError(f"{file}: {key}", "the text of a token, an object with it as content, or null", brief(value, LONG))
+        if not isinstance(longest := values.get("model_max_length", 0), int | float):
+            raise CheckpointError(f"{file}: model_max_length", "a number", brief(longest, LONG))
+        found |= values
+    return found
+
+
+def special_token(config: dict[str, Any], key: str) -> str | None:
+    """The text of a special token that :func:`read_tokenizer_config` found, one of :data:`SPECIAL_NAMES`; None: it names none."""
+    value = config.get(key)
+    return None if value is None else str(_token_text(value))
+
+
+def _token_text(value: Any) -> Any:
+    return value.get("content") if isinstance(value, dict) else value

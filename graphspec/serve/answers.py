@@ -16,7 +16,7 @@ from ..engine.request import TokenLogprob
 from ..engine.text import Tokenizer
 from .generation import Generation, reasons
 from .protocol import Body, ChatBody, CompletionBody
-from .tokens import CompletionLogprobs, TokenTexts, chat_logprobs, prompt_logprobs
+from .tokens import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from .tools import CallReader, Tools
 
 Json = dict[str, Any]
@@ -29,7 +29,6 @@ class Writer(ABC):
         body: the request.
         model: name of the model in the response.
         tokenizer: the checkpoint's.
-        texts: of single tokens.
         generation: the source of its events.
     """
 
@@ -37,8 +36,8 @@ class Writer(ABC):
     """Prefix of the response's id."""
     whole_object = chunk_object = ""
 
-    def __init__(self, body: Body, model: str, tokenizer: Tokenizer, texts: TokenTexts, generation: Generation) -> None:
-        self.body, self.generation, self.tokenizer, self.texts = body, generation, tokenizer, texts
+    def __init__(self, body: Body, model: str, tokenizer: Tokenizer, generation: Generation) -> None:
+        self.body, self.generation, self.tokenizer = body, generation, tokenizer
         self._head = {"id": f"{self.prefix}-{secrets.token_hex(16)}", "created": int(time.time()), "model": model}
         self._begun: set[int] = set()
 
@@ -79,7 +78,7 @@ class Writer(ABC):
             if first:
                 piece["prompt_token_ids"] = request.prompt
         if first and self.body.prompt_logprobs is not None and event.prompt_logprobs is not None:
-            piece["prompt_logprobs"] = prompt_logprobs(event.prompt_logprobs, self.texts)
+            piece["prompt_logprobs"] = prompt_logprobs(event.prompt_logprobs, self.tokenizer)
         return piece
 
     def _join(self, piece: Json, more: Json) -> Json:
@@ -118,16 +117,16 @@ class CompletionWriter(Writer):
     whole_object = chunk_object = "text_completion"
     body: CompletionBody
 
-    def __init__(self, body: CompletionBody, model: str, tokenizer: Tokenizer, texts: TokenTexts, generation: Generation) -> None:
-        super().__init__(body, model, tokenizer, texts, generation)
+    def __init__(self, body: CompletionBody, model: str, tokenizer: Tokenizer, generation: Generation) -> None:
+        super().__init__(body, model, tokenizer, generation)
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
     def _content(self, choice: int, event: StreamEvent, *, first: bool) -> Json:
         if event.logprobs is None:
             return {"text": event.text, "logprobs": None}
         if first:
-            skip = self.body.skip_special_tokens is not False
-            self._logprobs[choice] = CompletionLogprobs(self.tokenizer, self.texts, skip_special_tokens=skip)
+            request = self.generation.request(event)
+            self._logprobs[choice] = CompletionLogprobs(self.tokenizer, request.params, request.prompt)
         tokens = list(event.token_ids)
         entries: list[TokenLogprob | None] = [*event.logprobs]
         if first and self.body.echo and event.prompt_logprobs is not None:
@@ -148,10 +147,8 @@ class ChatWriter(Writer):
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
     body: ChatBody
 
-    def __init__(
-        self, body: ChatBody, model: str, tokenizer: Tokenizer, texts: TokenTexts, generation: Generation, *, tools: Tools
-    ) -> None:
-        super().__init__(body, model, tokenizer, texts, generation)
+    def __init__(self, body: ChatBody, model: str, tokenizer: Tokenizer, generation: Generation, *, tools: Tools) -> None:
+        super().__init__(body, model, tokenizer, generation)
         self._tools = tools
         self._readers: dict[int, CallReader] = {}
         self._calls: dict[int, int] = {}
@@ -171,7 +168,7 @@ class ChatWriter(Writer):
             if calls:
                 delta["tool_calls"] = [call.spelled(index) for index, call in enumerate(calls, begin)]
         count = self.body.alternatives
-        logprobs = chat_logprobs(event.logprobs, self.texts, count) if event.logprobs is not None and count is not None else None
+        logprobs = chat_logprobs(event.logprobs, self.tokenizer, count) if event.logprobs is not None and count is not None else None
         return {"delta": delta, "logprobs": logprobs}
 
     def _piece(self, choice: int, event: StreamEvent, *, first: bool) -> Json:

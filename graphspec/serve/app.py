@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import ExitStack, aclosing
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -32,7 +32,6 @@ from .messages import conversation_of
 from .metrics import CONTENT_TYPE, Metrics
 from .protocol import Body, ChatBody, CompletionBody, check_model, parse
 from .structured import structured_of
-from .tokens import TokenTexts
 from .tools import MARKS, read_tools
 
 logger = logging.getLogger(__name__)
@@ -54,7 +53,6 @@ class Api:
         self.llm, self.options, self.model, self.keys = llm, options, model, keys or Keys()
         engine = llm.llm
         self.plan, self.tokenizer = engine.plan, engine.tokenizer
-        self.texts: TokenTexts = cache(lambda token: engine.tokenizer.decode([token]))
         waiting = options.max_waiting if self.plan.max_queued is None else self.plan.max_queued
         self.slots = Slots(self.plan.max_rows + waiting)
         self.metrics = Metrics(model, self.plan, engine.load, engine.capture_report)
@@ -110,7 +108,7 @@ class Api:
         """``POST /v1/completions``."""
         body = parse(CompletionBody, await self._read(request))
         check_model(body.model, self.model)
-        make = partial(CompletionWriter, body, self.model, self.tokenizer, self.texts)
+        make = partial(CompletionWriter, body, self.model, self.tokenizer)
         return await self._answer(request, body, body.prompts, make, body.params(self.most_tokens, structured_of(body)))
 
     async def chat(self, request: Request) -> Response:
@@ -120,7 +118,7 @@ class Api:
         if not self.tokenizer.has_chat_template:
             raise bad_field("messages", "a checkpoint with a chat template", "one without: send a prompt to /v1/completions")
         tools = read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
-        make = partial(ChatWriter, body, self.model, self.tokenizer, self.texts, tools=tools)
+        make = partial(ChatWriter, body, self.model, self.tokenizer, tools=tools)
         params = body.params(self.most_tokens, structured_of(body, tools), MARKS if tools.read else ())
         return await self._answer(request, body, [conversation_of(body, tools)], make, params)
 
@@ -177,10 +175,11 @@ class Api:
             special, spelled = data.get("add_special_tokens", True), data.get("return_token_strs", False)
             for name, value in (("add_special_tokens", special), ("return_token_strs", spelled)):
                 conform(name, value, bool, RequestError)
-            encode = self.tokenizer.encode if special else self.tokenizer.words
-            tokens = await asyncio.to_thread(encode, check_text("prompt", data.get("prompt")))
+            tokens = await asyncio.to_thread(self.tokenizer.encode if special else self.tokenizer.words, check_text("prompt", data.get("prompt")))
         document = {"count": len(tokens), "max_model_len": self.plan.max_context, "tokens": tokens}
-        return _json(document | ({"token_strs": [self.texts(token) for token in tokens]} if data.get("return_token_strs") else {}))
+        if data.get("return_token_strs"):
+            document["token_strs"] = [self.tokenizer.token_text(token, first=not place) for place, token in enumerate(tokens)]
+        return _json(document)
 
     async def detokenize(self, request: Request) -> Response:
         """``POST /detokenize``."""

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from ..engine.request import TokenLogprob
+from ..engine.request import SamplingParams, TokenLogprob
 from ..engine.text import Detokenizer, Tokenizer
 
 LEAST_LOGPROB = -9999.0
 """Log-probability of an impossible token in JSON, which has no infinity."""
-
-
-TokenTexts = Callable[[int], str]
-"""The text of a single token."""
 
 
 def finite(logprob: float) -> float:
@@ -21,18 +17,17 @@ def finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
 
 
-def chat_logprobs(entries: Sequence[TokenLogprob], texts: TokenTexts, count: int) -> dict[str, Any]:
+def chat_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer, count: int) -> dict[str, Any]:
     """``logprobs`` of a chat completion.
 
     Args:
         entries: one for each token.
-        texts: of tokens.
+        tokenizer: the checkpoint's.
         count: requested alternatives per token.
     """
 
     def spelled(token: int, logprob: float) -> dict[str, Any]:
-        text = texts(token)
-        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+        return {"token": tokenizer.token_text(token), "logprob": finite(logprob), "bytes": list(tokenizer.token_bytes(token))}
 
     return {
         "content": [
@@ -43,39 +38,61 @@ def chat_logprobs(entries: Sequence[TokenLogprob], texts: TokenTexts, count: int
     }
 
 
+def key_of(data: bytes) -> str:
+    r"""The text of a token's bytes; where they are none, ``bytes:`` and the bytes, with ``\xf0`` for one that isn't printable ASCII."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        plain = range(0x20, 0x7F)
+        return "bytes:" + "".join(chr(byte) if byte in plain and byte != ord("\\") else f"\\x{byte:02x}" for byte in data)
+
+
 class CompletionLogprobs:
     """``logprobs`` of a completion, piece by piece. Offsets are characters of the output's text.
 
     Args:
         tokenizer: the checkpoint's.
-        texts: of tokens.
-        skip_special_tokens: whether the text leaves special tokens out.
+        params: of the request.
+        prompt: of the request.
     """
 
-    def __init__(self, tokenizer: Tokenizer, texts: TokenTexts, *, skip_special_tokens: bool) -> None:
-        self._texts, self._offset = texts, 0
-        self._pieces = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int]) -> None:
+        self._tokenizer, self._offset = tokenizer, 0
+        self._pieces = Detokenizer(
+            tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            kept_special_tokens=params.kept_special_tokens,
+            prompt=() if params.echo else prompt,
+        )
 
     def of(self, tokens: Sequence[int], entries: Sequence[TokenLogprob | None]) -> dict[str, list[Any]]:
         """``logprobs`` of the next tokens; the first token of a prompt has no log-probability."""
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, entry in zip(tokens, entries, strict=True):
-            found["tokens"].append(self._texts(token))
+            first = self._pieces.empty
+            found["tokens"].append(self._key(token, first=first))
             found["token_logprobs"].append(None if entry is None else finite(entry.logprob))
-            found["top_logprobs"].append(None if entry is None else self._top(entry))
+            found["top_logprobs"].append(None if entry is None else self._top(entry, first=first))
             found["text_offset"].append(self._offset)
             self._offset += len(self._pieces.push(token))
         return found
 
-    def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        """Alternatives by text: the most likely of the tokens with one text, and the token itself in any case."""
+    def _key(self, token: int, *, first: bool) -> str:
+        return key_of(self._tokenizer.token_bytes(token, first=first))
+
+    def _top(self, entry: TokenLogprob, *, first: bool) -> dict[str, float]:
+        """Alternatives by text, and the token itself in any case. Of several tokens with one text, the others are ``token_id:<id>``."""
+        own = self._key(entry.token_id, first=first)
         top: dict[str, float] = {}
-        for token, logprob in (*entry.top.items(), (entry.token_id, entry.logprob)):
-            top.setdefault(self._texts(token), finite(logprob))
-        return top
+        for token, logprob in entry.top.items():
+            key = self._key(token, first=first)
+            if key in top or (key == own and token != entry.token_id):
+                key = f"token_id:{token}"
+            top[key] = finite(logprob)
+        return top if entry.token_id in entry.top else top | {own: finite(entry.logprob)}
 
 
-def prompt_logprobs(entries: Sequence[TokenLogprob | None], texts: TokenTexts) -> list[dict[str, Any] | None]:
+def prompt_logprobs(entries: Sequence[TokenLogprob | None], tokenizer: Tokenizer) -> list[dict[str, Any] | None]:
     """``prompt_logprobs`` of vLLM: for each token, itself and its alternatives by id."""
     found: list[dict[str, Any] | None] = []
     for entry in entries:
@@ -83,5 +100,6 @@ def prompt_logprobs(entries: Sequence[TokenLogprob | None], texts: TokenTexts) -
             found.append(None)
             continue
         ranked = {**entry.top, entry.token_id: entry.logprob}
-        found.append({str(token): {"logprob": finite(value), "decoded_token": texts(token)} for token, value in ranked.items()})
+        texts = {token: tokenizer.token_text(token) for token in ranked}
+        found.append({str(token): {"logprob": finite(value), "decoded_token": texts[token]} for token, value in ranked.items()})
     return found

@@ -28,7 +28,8 @@ def show(llm: LLM, prompt: str, console: Console | None = None) -> None:
     console = console or Console()
     llm.check(prompt)
     described = llm.plan.describe()
-    console.print(plan_table(described | {f"{name} decoder": path for name, path in llm.decoders.items()}))
+    decoders = {f"{name} decoder": path for name, path in llm.decoders.items()}
+    console.print(plan_table(described | decoders | {"ends of text": "; ".join(spelled_ends(llm)) or None}))
     console.print(buckets_table(described["buckets"], described["num_draft_tokens"], described["accept_width"]))
     console.print(slots_table(llm.slots()))
     console.print(memory_table(llm.memory))
@@ -36,6 +37,11 @@ def show(llm: LLM, prompt: str, console: Console | None = None) -> None:
         console.print("One draft tree (+ accepted, - rejected):")
         console.print(draw_tree(llm.draft_tree(prompt)))
         console.print(programs_table(llm.capture_report()))
+
+
+def spelled_ends(llm: LLM) -> list[str]:
+    """Each id that ends a text, with its text and what says so."""
+    return [f"{token} {llm.token_text(token)!r} ({source})" for token, source in sorted(llm.ends.items())]
 
 
 def plan_table(described: Mapping[str, object]) -> Table:

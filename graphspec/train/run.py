@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from .. import __version__
 from ..catalog import resolve_variant
 from ..command_options import LaunchConfig
 from ..engine.folders import model_folder
-from ..errors import CheckpointError, ConfigError
-from ..paths import check_writable, make_folder, reason
+from ..engine.text import Tokenizer
+from ..errors import ConfigError
+from ..paths import check_writable, make_folder
 from ..train_options import TrainConfig
 from . import unlikelihood
 from .acceptance import check_acceptance, continue_held_out, measure_acceptance, small_engine
@@ -112,8 +113,8 @@ def _target(config: LaunchConfig, documents: Documents, work: Path, out: Path, d
         watch("tokenizer", 0, 1)
         train_tokenizer(documents.train.values(), vocab, folder)
         watch("tokenizer", 1, 1)
-    tokenizer = _tokenizer(folder)
-    end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
+    tokenizer = Tokenizer(folder)
+    end = tokenizer.special_tokens[END_OF_TEXT]
     streams = encode(documents, tokenizer, end, vocab, {"model.path": None, "train.target.vocab_size": vocab}, work, watch)
     check_acceptance(train.acceptance, train.target.max_position_embeddings, streams.held_out)
     model, figures = train_target(train, streams, work, device, watch)
@@ -139,7 +140,7 @@ def _target(config: LaunchConfig, documents: Documents, work: Path, out: Path, d
 def _draft(
     config: LaunchConfig, recipe: Recipe, model: PreTrainedModel, folder: Path, documents: Documents, work: Path, out: Path, watch: Watch
 ) -> dict[str, Any]:
-    train, tokenizer, ends = recipe.train, _tokenizer(folder), model.config.eos_token_id
+    train, tokenizer, ends = recipe.train, Tokenizer(folder), model.config.eos_token_id
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else ends[0] if isinstance(ends, list) else ends
     streams = encode(documents, tokenizer, end, model.config.vocab_size, {"model.path": str(folder.resolve())}, work, watch)
     check_acceptance(train.acceptance, model.config.max_position_embeddings, streams.held_out)
@@ -153,13 +154,6 @@ def _draft(
     shapes = [s for s in train.acceptance.shapes if s[0] <= most and (drafter.num_heads == 1 or s[1] == 1)]
     measured = measure_acceptance(config, shapes, streams.held_out, watch)
     return {"target": folder.name, "data": streams.facts, "training": figures, "acceptance": measured}
-
-
-def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # transformers raises what its parsers do
-        raise CheckpointError(f"{folder}", "a tokenizer that transformers reads", reason(error)) from error
 
 
 def headline(figures: dict[str, Any], out: str) -> str:

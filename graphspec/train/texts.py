@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
+from ..engine.text import Tokenizer
 from ..errors import ConfigError
 from ..train_options import TrainConfig
 from .checkpoint import write_json, write_whole
@@ -82,14 +82,14 @@ def split_documents(documents: dict[str, str], share: float) -> tuple[dict[str, 
     return train, held_out
 
 
-def encode_stream(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], end: int | None, watch: Watch = unwatched) -> np.ndarray:
+def encode_stream(tokenizer: Tokenizer, texts: Sequence[str], end: int | None, watch: Watch = unwatched) -> np.ndarray:
     """One stream, int32 ``[tokens]``: every text without special tokens, followed by ``end`` unless that is None."""
     parts: list[np.ndarray] = []
     # One at a time: a tokenizer's batching keeps every encoding in memory, many times the size of the ids.
     for number, text in enumerate(texts):
         if number % 64 == 0:
             watch("data", number, len(texts))
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = tokenizer.words(text)
         parts.append(np.asarray(ids if end is None else [*ids, end], dtype=np.int32))
     watch("data", len(texts), len(texts))
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
@@ -139,7 +139,7 @@ class Streams:
 
 def encode(
     documents: Documents,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     end: int | None,
     vocab_size: int,
     source: dict[str, Any],

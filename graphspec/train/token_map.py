@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
+from ..engine.text import Tokenizer
 from ..errors import ConfigError
 from .checkpoint import write_whole
 from .export import save_weights
@@ -47,13 +48,14 @@ def make_token_map(target: Path, data: Sequence[str | Path], size: int, out: Pat
 
     Raises:
         ConfigError: no such target or text, a size out of range, or a file of another kind.
+        CheckpointError: the target has no tokenizer, or a damaged one.
     """
     if not (target / "config.json").is_file():
         raise ConfigError("--target", "a folder with a Hugging Face checkpoint", str(target))
     if out.suffix not in (".pt", ".safetensors"):
         raise ConfigError("--out", "a name that ends in .safetensors or .pt", str(out))
     facts = AutoConfig.from_pretrained(target, trust_remote_code=False)
-    tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=False)
+    tokenizer = Tokenizer(target)
     end = facts.eos_token_id
     ends = end if isinstance(end, list) else [] if end is None else [end]
     stream = encode_stream(tokenizer, list(read_documents(data, "--data").values()), tokenizer.eos_token_id)

@@ -54,6 +54,7 @@ class FakeLLM:
             dtype="bfloat16",
             runtime=resolve_runtime(config.runtime.name, device),
         )
+        self.ends = {0: "configuration", 7: "chat template"}
         FakeLLM.made.append(self)
 
     @classmethod
@@ -61,6 +62,9 @@ class FakeLLM:
         if progress is not None:
             progress("load", 1, 1)
         return cls(config)
+
+    def token_text(self, token):
+        return f"<{token}>"
 
     def warm_up(self, requests=1, *, sampling=False):
         self.warm = (requests, sampling)
@@ -258,6 +262,8 @@ def test_inspect_shows_plan_slots_buckets_and_tree(run):
     result = run("inspect")
     assert result.code == 0
     for part in ("token_B", "[8]", "64 B", "3.0 MiB", "2 slots", "num_draft_tokens", "32", "+ ' f'", "- ' [bold]g'"):
+        assert part in result.out
+    for part in ("ends of text", "0 '<0>' (configuration); 7 '<7>' (chat template)"):
         assert part in result.out
     for part in ("target decoder", "one native op per pass", "draft decoder", "op by op: mixtures of experts"):
         assert part in result.out

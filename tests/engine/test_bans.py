@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from hypothesis import strategies as st
 from graphspec.engine.bans import encode_bad_words
 from graphspec.engine.llm import SamplingParams
 from graphspec.engine.outputs import Output
+from graphspec.engine.text import Tokenizer
 from graphspec.errors import RequestError
 from graphspec.graphs.stages.bans import allowed_tokens, ends_of_words
 from tests.support.engines import CHAIN, MIRROR_VOCAB, TREE, Pair, add_tokenizer, ids, mirror_pair, prompts, words
 from tests.support.plans import plan
+from tests.support.tokenizer_forms import write_form
 
 PLAIN: dict[str, Any] = {"variant": "none"}
 SHAPES = pytest.mark.parametrize(
@@ -160,7 +163,7 @@ def test_ends_of_words() -> None:
 class Spaces:
     """A tokenizer of letters in which a space before a word is part of its first token, with the methods that bad words use."""
 
-    def words(self, text: str) -> list[int]:
+    def inside(self, text: str) -> list[int]:
         return [ord(text[1]) + 100, *text[2:].encode()] if text[0] == " " else list(text.encode())
 
 
@@ -176,6 +179,15 @@ def test_a_word_with_a_space_in_front_and_without() -> None:
     ):
         with pytest.raises(RequestError, match=message):
             encode_bad_words(SamplingParams(bad_words=bad), plan(), Spaces())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", ["SentencePiece, Llama 2", "SentencePiece, Gemma", "byte-level, Llama 3", "byte-level, GPT-2"])
+def test_bad_words_are_those_inside_a_text(tmp_path: Path, form: str) -> None:
+    """A tokenizer that puts a space in front of every text has a word without one too."""
+    tokenizer = Tokenizer(write_form(tmp_path, form))
+    found = encode_bad_words(SamplingParams(bad_words=["Paris"]), plan(), tokenizer)
+    assert [b"".join(map(tokenizer.token_bytes, tokens)) for tokens in found] == [b"Paris", b" Paris"]
+    assert all(len(tokens) == 1 for tokens in found)
 
 
 @pytest.mark.parametrize(

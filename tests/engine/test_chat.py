@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import sys
-import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -148,38 +147,6 @@ def test_code_of_a_checkpoint_never_runs(folder: Path, tmp_path: Path, monkeypat
     reported = capsys.readouterr().err
     assert exit_.value.code == 2 and not mark.exists()
     assert reported.count("\n") == 1 and "own.Own" in reported and "never run" in reported
-
-
-def test_threads_take_turns_with_a_tokenizer(folder: Path) -> None:
-    tokenizer, inside, overlaps = Tokenizer(folder), [], []
-
-    class Alone:
-        chat_template = TEMPLATE
-
-        def work(self, *_: Any, **__: Any) -> list[int]:
-            inside.append(None)
-            if len(inside) > 1:
-                overlaps.append(None)
-            threading.Event().wait(0.001)
-            inside.pop()
-            return []
-
-        encode = decode = apply_chat_template = work
-
-    tokenizer.hf = Alone()
-
-    def use() -> None:
-        for _ in range(5):
-            tokenizer.encode("w1")
-            tokenizer.decode([1])
-            tokenizer.chat(Conversation(QUESTION))
-
-    threads = [threading.Thread(target=use) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert overlaps == []
 
 
 def generate(folder: Path, capsys: Any, *words: str) -> tuple[Any, str]:

@@ -12,7 +12,7 @@ from graphspec.engine.llm import SamplingParams
 from graphspec.engine.outputs import make_output
 from graphspec.errors import RequestError
 from graphspec.shapes import GraphKey
-from tests.support.engines import CHAIN, MIRROR_VOCAB, TREE, Pair, add_tokenizer, ids, mirror_pair, prompts, words
+from tests.support.engines import CHAIN, MIRROR_VOCAB, TREE, Pair, add_tokenizer, continued, ids, mirror_pair, prompts, words
 
 PLAIN: dict[str, Any] = {"variant": "none"}
 SHAPES = pytest.mark.parametrize("shape", [PLAIN, CHAIN, {**TREE, "cycles_in_flight": 3}], ids=["none", "chain", "tree-ahead"])
@@ -113,7 +113,7 @@ def test_echo_special_tokens_and_no_text(pair: Pair) -> None:
     outputs = llm.generate([prompt] * len(params), params)
     plain = outputs[0].token_ids
     assert [o.text for o in outputs[:5]] == [
-        words(plain), words([31, 32, 33, *plain]), words([*ids_of_prompt, *plain]), "", words([31, 32, 33, *plain]),
+        continued(plain), words([31, 32, 33, *plain]), words([*ids_of_prompt, *plain]), "", words([31, 32, 33, *plain]),
     ]  # fmt: skip
     assert [o.text for o in outputs[5:]] == [words([31, 32, 33, *o.token_ids]) for o in outputs[5:]]
     assert all(o.prompt_token_ids == ids_of_prompt for o in outputs)

@@ -69,7 +69,9 @@ ENFORCED: list[tuple[Any, str]] = [
 
 @cache
 def compiler() -> xgrammar.GrammarCompiler:
-    info = xgrammar.TokenizerInfo.from_huggingface(Tokenizer(Path(model_folder("demo"))).hf, vocab_size=2048, stop_token_ids=[0])
+    tokenizer = Tokenizer(Path(model_folder("demo")))
+    texts = [tokenizer.token_bytes(token) for token in range(2048)]
+    info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, vocab_size=2048, stop_token_ids=[0])
     return xgrammar.GrammarCompiler(info, max_threads=1)
 
 

@@ -16,7 +16,7 @@ from graphspec.buffers import Status
 from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.engine.stops import OutputText, StopCheck
 from graphspec.errors import RequestError
-from tests.support.engines import CHAIN, TREE, Pair, add_tokenizer, mirror_pair, prompts, watch_schedulers, words
+from tests.support.engines import CHAIN, TREE, Pair, add_tokenizer, continued, mirror_pair, prompts, watch_schedulers, words
 
 PLAIN: dict[str, Any] = {"variant": "none"}
 SHAPES = pytest.mark.parametrize("shape", [PLAIN, CHAIN, {**TREE, "cycles_in_flight": 3}], ids=["none", "chain", "tree-ahead"])
@@ -34,8 +34,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 class Syllables:
     """A tokenizer of short texts, with the methods that :class:`OutputText` uses."""
 
-    hf = SimpleNamespace(is_fast=False)
+    spelling = SimpleNamespace(separable=False)
     texts = ("a", "b", "ab", "bab", "aab", "ca")
+
+    def hidden(self, **_: object) -> frozenset[int]:
+        return frozenset()
 
     def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
         return "".join(self.texts[token] for token in tokens)
@@ -102,13 +105,13 @@ def test_a_stop_text_ends_the_run_it_is_in(pair: Pair, shape: dict[str, Any], mo
     ]
     params = [SamplingParams(max_tokens=LENGTH, ignore_eos=True, logprobs=1, **one) for one in options]
     outputs = llm.generate([prompt] * len(params), params)
-    text = words(whole)
+    text = continued(whole)
     for output, one in zip(outputs, params, strict=True):
         found = [
             (count, stop)
             for count in range(one.min_tokens + 1, LENGTH + 1)
             for stop in one.stop or ()
-            if words(whole[:count]).find(stop, max(0, len(words(whole[: count - 1])) - len(stop) + 1)) >= 0
+            if continued(whole[:count]).find(stop, max(0, len(continued(whole[: count - 1])) - len(stop) + 1)) >= 0
         ]
         count, stop = min(found, default=(LENGTH, None))
         assert (output.token_ids, output.finish_reason, output.stop_reason) == (whole[:count], "stop" if stop else "length", stop)
@@ -125,7 +128,7 @@ def test_a_stop_text_ends_the_run_it_is_in(pair: Pair, shape: dict[str, Any], mo
 @SHAPES
 def test_a_stream_holds_back_what_may_begin_a_stop_text(pair: Pair, shape: dict[str, Any]) -> None:
     llm, prompt_ids = pair.llm(**shape), prompts(4)
-    texts = [words(pair.greedy(prompt, LENGTH, ignore_eos=True)) for prompt in prompt_ids]
+    texts = [continued(pair.greedy(prompt, LENGTH, ignore_eos=True)) for prompt in prompt_ids]
     params = [SamplingParams(max_tokens=LENGTH, ignore_eos=True, stop=[text[20:25], "w1 w2 w3"]) for text in texts]
     outputs = llm.generate(prompt_ids, params)
     events: dict[int, list[Any]] = defaultdict(list)
@@ -147,12 +150,12 @@ def test_stop_ids_have_their_reason_and_the_chat_its_stop(pair: Pair) -> None:
     message = {"role": "user", "content": words(prompt)}
     [output] = llm.chat([message], sampling_params=SamplingParams(max_tokens=LENGTH, stop=f"w{whole[3]}", ignore_eos=True))
     assert (output.stop_reason, output.token_ids) == (f"w{whole[3]}", whole[: whole.index(whole[3]) + 1])
-    assert "".join(e.text for e in llm.stream_chat([message], sampling_params=SamplingParams(max_tokens=4))) == words(whole[:4])
+    assert "".join(e.text for e in llm.stream_chat([message], sampling_params=SamplingParams(max_tokens=4))) == continued(whole[:4])
 
 
 def test_preempted_rows_stop_where_they_would_have(pair: Pair) -> None:
     prompt_ids = prompts(4, (9, 16))
-    texts = [words(pair.greedy(prompt, 30, ignore_eos=True)) for prompt in prompt_ids]
+    texts = [continued(pair.greedy(prompt, 30, ignore_eos=True)) for prompt in prompt_ids]
     params = [SamplingParams(max_tokens=30, ignore_eos=True, stop=text[60:66]) for text in texts]
     outputs = pair.llm(**CHAIN, page_size=4, num_pages=26).generate(prompt_ids, params)
     assert [output.text for output in outputs] == [text[: text.index(text[60:66])] for text in texts]

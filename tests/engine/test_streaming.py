@@ -14,7 +14,7 @@ from graphspec.engine.llm import SamplingParams
 from graphspec.engine.outputs import StreamEvent
 from graphspec.engine.text import Detokenizer, Tokenizer
 from graphspec.errors import RequestError
-from tests.support.engines import CHAIN, MIRROR_VOCAB, TREE, Pair, add_tokenizer, mirror_pair, prompts, watch_schedulers, words
+from tests.support.engines import CHAIN, MIRROR_VOCAB, TREE, Pair, add_tokenizer, continued, mirror_pair, prompts, watch_schedulers, words
 from tests.support.lockstep import Lockstep
 
 PLAIN: dict[str, Any] = {"variant": "none"}
@@ -41,7 +41,7 @@ def test_a_stream_adds_up_to_the_output(pair: Pair, shape: dict[str, Any], monke
     for output in outputs:
         mine = events[output.index]
         assert [t for e in mine for t in e.token_ids] == output.token_ids
-        assert "".join(e.text for e in mine) == output.text == words(output.token_ids)
+        assert "".join(e.text for e in mine) == output.text == continued(output.token_ids)
         assert [e.finished for e in mine] == [False] * (len(mine) - 1) + [True]
         assert [e.finish_reason for e in mine] == [None] * (len(mine) - 1) + [output.finish_reason]
         assert all(e.token_ids for e in mine[:-1])
@@ -82,7 +82,10 @@ def test_a_bad_request_alone_raises_at_the_first_event(pair: Pair) -> None:
 class Slow:
     """A tokenizer of bytes that can only decode all tokens at once, with the methods that :class:`Detokenizer` uses."""
 
-    hf = SimpleNamespace(is_fast=False)
+    spelling = SimpleNamespace(separable=False)
+
+    def hidden(self, **_: object) -> frozenset[int]:
+        return frozenset()
 
     def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
         return bytes(tokens).decode(errors="replace")

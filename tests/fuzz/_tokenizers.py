@@ -6,13 +6,17 @@ import json
 import os
 import random
 import shutil
+from itertools import cycle
 from pathlib import Path
 from typing import Any
+
+from tests.support.tokenizer_forms import FORMS, write_form
 
 from ._bench import DRAFT, TARGET, Bench, Mutate, command, ids, instead, keys, talk, text, write
 from ._harness import Case
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
+CLASSES = ("LlamaTokenizer", "GPT2Tokenizer", "Qwen2Tokenizer", "T5Tokenizer", "BertTokenizer", "../Evil", "")
 CODE = "import os\nos.system({!r})\nclass Tok: pass\n"
 ODD: list[Any] = [
     None,
@@ -72,6 +76,25 @@ def _beside(name: str) -> Mutate:
     return mutate
 
 
+def _named(file: str, key: str, value: Any) -> Mutate:
+    """A special token as one of the files names it."""
+
+    def mutate(folder: Path) -> None:
+        values = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+        (folder / file).write_text(json.dumps(values | {key: value}))
+
+    return mutate
+
+
+def _form(form: str, name: str) -> Mutate:
+    """Another form of tokenizer, and a class that may rebuild it."""
+
+    def mutate(folder: Path) -> None:
+        write_form(folder, form, tokenizer_class=name, chat_template="{{ messages[0].content }}{{ eos_token }}")
+
+    return mutate
+
+
 def _linked(folder: Path) -> None:
     shutil.move(folder / "tokenizer.json", folder.parent / "blob")
     (folder / "tokenizer.json").symlink_to(Path("..") / "blob")
@@ -115,6 +138,14 @@ def tokenizer_cases(bench: Bench) -> list[Case]:
                 "empty": "",
             }.items()
         },
+        **{
+            f"{file}: {key} = {value!r:.30}": _named(file, key, value)
+            for file in ("tokenizer_config.json", "special_tokens_map.json")
+            for key in ("bos_token", "eos_token")
+            for value in (5, True, ["w5"], {}, {"content": None}, {"content": 5})
+        },
+        "special_tokens_map.json: a list": write("[]", "special_tokens_map.json"),
+        "special_tokens_map.json: an open brace": write("{", "special_tokens_map.json"),
         "model_max_length is a text": keys({"model_max_length": "x"}, "tokenizer_config.json"),
         **{f"tokenizer.json is {what}": instead("tokenizer.json", make) for what, make in others.items()},
         "tokenizer.json: no keys": write("{}", "tokenizer.json"),
@@ -128,6 +159,12 @@ def tokenizer_cases(bench: Bench) -> list[Case]:
             json.dumps(words | {"model": words["model"] | {"vocab": words["model"]["vocab"] | {"w5": 10**9}}}), "tokenizer.json"
         ),
         "undamaged": lambda folder: None,
+        **{
+            f"{file}: eos_token = {value!r:.30}": _named(file, "eos_token", value)
+            for file in ("tokenizer_config.json", "special_tokens_map.json")
+            for value in (None, "", "unheard", "\x00", "w5" * 10**5, {"content": "w5", "special": 5})
+        },
+        **{f"{form} for {name}": _form(form, name) for form, name in zip(FORMS, cycle(CLASSES), strict=False)},
         # transformers takes these for no file at all
         **{f"tokenizer_config.json is {what}": instead("tokenizer_config.json", make) for what, make in others.items()},
         "linked": _linked,

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from graphspec import SamplingParams
+from graphspec.engine import stops
+from graphspec.engine.text import Detokenizer
 
 if TYPE_CHECKING:
     from graphspec.engine.llm import LLM
@@ -52,9 +54,9 @@ def test_logprobs(server: Served, llm: LLM) -> None:
     [choice] = server.chat(**body)["choices"]
     assert output.logprobs is not None
     for entry, found in zip(output.logprobs, choice["logprobs"]["content"], strict=True):
-        assert (found["token"], found["logprob"]) == (f"w{entry.token_id}", entry.logprob)
+        assert (found["token"], found["logprob"]) == (f" w{entry.token_id}", entry.logprob)
         assert bytes(found["bytes"]).decode() == found["token"]
-        assert [(top["token"], top["logprob"]) for top in found["top_logprobs"]] == [(f"w{t}", value) for t, value in entry.top.items()]
+        assert [(top["token"], top["logprob"]) for top in found["top_logprobs"]] == [(f" w{t}", value) for t, value in entry.top.items()]
     pieces = [chunk["choices"][0]["logprobs"] for chunk in server.chunks(PATH, **body)]
     assert [entry for piece in pieces if piece for entry in piece["content"]] == choice["logprobs"]["content"]
 
@@ -101,14 +103,16 @@ def test_calls_in_the_text_are_answered_as_calls(server: Served, monkeypatch: py
         '{"name": "f"}',
         "</tool_call>END",
     ]
-    streams: dict[int, Any] = {}
 
-    def step(stream: Any, _: int) -> str:
-        kept, rest = streams.setdefault(id(stream), (stream, iter(pieces)))
-        assert kept is stream
-        return next(rest)
+    class Spelled(Detokenizer):
+        def __init__(self, *args: Any, **how: Any) -> None:
+            super().__init__(*args, **how)
+            self.left = iter(pieces)
 
-    monkeypatch.setattr(server.api.tokenizer, "step", step)
+        def push(self, token: int) -> str:
+            return next(self.left)
+
+    monkeypatch.setattr(stops, "Detokenizer", Spelled)
     body = {**GREEDY, "messages": QUESTION, "tools": [TOOL], "stop": "END"}
     wanted = [{"name": "look", "arguments": '{"word": "b"}'}, {"name": "f", "arguments": "{}"}]
     [choice] = server.chat(**body)["choices"]

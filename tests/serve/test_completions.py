@@ -100,14 +100,14 @@ def test_echo_and_logprobs_as_lm_eval_reads_them(server: Served, llm: LLM) -> No
     entries = [*output.prompt_logprobs, *output.logprobs]
     logprobs = choice["logprobs"]
     assert logprobs["token_logprobs"] == [None if entry is None else entry.logprob for entry in entries]
-    assert logprobs["tokens"] == [llm.tokenizer.decode([token]) for token in (*output.prompt_token_ids, *output.token_ids)]
+    assert logprobs["tokens"][0] == "w5" and "".join(logprobs["tokens"][1:]) == choice["text"]
     assert logprobs["top_logprobs"][0] is None
     for entry, top, token in zip(entries, logprobs["top_logprobs"], logprobs["tokens"], strict=True):
         assert entry is None or (top[token] == entry.logprob and max(top.values()) == max(entry.top.values()))
     # The first token is special, and no part of the text.
     assert logprobs["text_offset"][:2] == [0, 0]
     for token, offset in [*zip(logprobs["tokens"], logprobs["text_offset"], strict=True)][1:]:
-        assert choice["text"][offset:].lstrip().startswith(token)
+        assert choice["text"][offset:].startswith(token)
     assert "prompt_logprobs" not in choice
     pieces = [chunk["choices"][0]["logprobs"] for chunk in server.chunks(PATH, **body)]
     assert [value for piece in pieces for value in piece["token_logprobs"]] == logprobs["token_logprobs"]
@@ -142,9 +142,17 @@ def test_a_prompt_that_was_seen_is_found_again(server: Served) -> None:
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
+def test_a_text_that_has_its_special_tokens_gets_no_others(server: Served) -> None:
+    """As one that a client put through a chat template."""
+    body = {"prompt": ["w5 w7", [5, 8]], "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+    for add, wanted in ((True, [5, 5, 7]), (False, [5, 7])):
+        choices = server.complete(**body, add_special_tokens=add)["choices"]
+        assert [choice["prompt_token_ids"] for choice in choices] == [wanted, [5, 8]]
+
+
 def test_tokens_and_back(server: Served, llm: LLM) -> None:
     found = server.post("/tokenize", {"prompt": "w7 w8", "return_token_strs": True}).json()
-    assert found == {"count": 3, "max_model_len": llm.plan.max_context, "tokens": [5, 7, 8], "token_strs": ["w5", "w7", "w8"]}
+    assert found == {"count": 3, "max_model_len": llm.plan.max_context, "tokens": [5, 7, 8], "token_strs": ["w5", " w7", " w8"]}
     assert server.post("/tokenize", {"prompt": "w7", "add_special_tokens": False}).json()["tokens"] == [7]
     assert server.post("/tokenize", {"messages": [{"role": "user", "content": "w7"}]}).json()["tokens"] == [5, 1, 7, 4, 3]
     assert server.post("/detokenize", {"tokens": [7, 8]}).json() == {"prompt": "w7 w8"}

@@ -208,6 +208,11 @@ def words(tokens: Sequence[int]) -> str:
     return " ".join(f"w{token}" for token in tokens)
 
 
+def continued(tokens: Sequence[int]) -> str:
+    """What ``tokens`` add to a text by that tokenizer."""
+    return "".join(f" w{token}" for token in tokens)
+
+
 def ids(outputs: Sequence[Output]) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from graphspec import cli
 from graphspec.compose import load_config
 from graphspec.engine.llm import LLM, SamplingParams
+from graphspec.engine.text import Tokenizer as CheckpointTokenizer
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.show.progress import progress_bars
 from graphspec.train import checkpoint, token_map
@@ -348,8 +349,7 @@ def test_the_map_holds_the_most_frequent_ids(tmp_path, texts):
     ids = load_file(tmp_path / "map.safetensors")["token_map"]
     assert torch.equal(ids, torch.load(tmp_path / "map.pt"))
     assert ids.dtype == torch.int64
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
-    stream = encode_stream(tokenizer, list(read_documents([texts]).values()), 256)
+    stream = encode_stream(CheckpointTokenizer(target), list(read_documents([texts]).values()), 256)
     counts = np.bincount(stream, minlength=288)
     assert 256 in ids.tolist()
     chosen = [i for i in ids.tolist() if i != 256]

@@ -111,23 +111,15 @@ def record_generation(llm: LLM, prompt: list[int], params: SamplingParams) -> di
     scored = llm.plan.variant.has_network and not accept.sampled_drafts and not (params.temperature > 0 and accept.coupled)
     recorder = TreeRecorder(llm.cycle, scored=scored)
     [output] = llm.generate([prompt], params, launcher=recorder)
-    decode = llm.tokenizer.decode
-    texts: dict[int, str] = {}
-
-    def text_of(token: int) -> str:
-        if token not in texts:
-            texts[token] = decode([token])
-        return texts[token]
-
     for tree in recorder.trees:
         for node in tree:
-            node["text"] = text_of(node["token"]) if node["token"] >= 0 else ""
-    text = OutputText(llm.tokenizer, params)
+            node["text"] = llm.tokenizer.token_text(node["token"]) if node["token"] >= 0 else ""
+    text = OutputText(llm.tokenizer, params, prompt)
     left = len(output.token_ids)
     emitted: list[list[str]] = []
     for run in (recorder.first, *recorder.emitted):
         left -= len(run)
         emitted.append([text.push([token], last=left == 0 and i == len(run) - 1) for i, token in enumerate(run)])
-    shown = decode(prompt, skip_special_tokens=True) + "".join(emitted[0])
+    shown = llm.tokenizer.decode(prompt, skip_special_tokens=True) + "".join(emitted[0])
     cycles = [{"nodes": tree, "emitted": run} for tree, run in zip(recorder.trees, emitted[1:], strict=False) if run]
     return {"prompt": shown, "cycles": cycles}

@@ -13,7 +13,10 @@ from ...buffers import DTYPES
 from ...catalog import Variant, all_variants, resolve_variant
 from ...command_options import LaunchConfig
 from ...config import SamplingConfig
+from ...engine.ends import find_ends
 from ...engine.folders import DEMO, model_folder
+from ...engine.request import SamplingParams
+from ...engine.stops import OutputText
 from ...engine.text import Tokenizer
 from ...errors import CheckpointError, ConfigError
 from ...facts import read_model_facts
@@ -75,7 +78,8 @@ class HfSide:
         self.tokenizer = Tokenizer(folder)
         self.workload = make_workload(config, self.tokenizer.encode, facts.vocab_size)
         self.model = self._load(folder)
-        self.stops = [*config.sampling.stop_token_ids, *(() if self.workload.ignore_eos else facts.eos_token_ids)]
+        ends = find_ends(facts, lambda: self.tokenizer)
+        self.stops = [*config.sampling.stop_token_ids, *(() if self.workload.ignore_eos else ends)]
         self.model.generation_config.eos_token_id = self.stops or None
         self.how: dict[str, Any] = {}
         if role == "hf_assisted":
@@ -131,7 +135,8 @@ class HfSide:
             times, found = self._generate(requests[start : start + size])
             timelines += times
             tokens += found
-        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens]
+        after = (OutputText(self.tokenizer, SamplingParams(), request.prompt) for request in requests)
+        texts = [text.push(ids, last=True) for text, ids in zip(after, tokens, strict=True)]
         return {"timelines": [timeline.to_json() for timeline in timelines], "tokens": tokens, "texts": texts}
 
     def _generate(self, requests: list[WorkloadRequest]) -> tuple[list[Timeline], list[list[int]]]:
