@@ -84,8 +84,8 @@ class Target:
     async def send(self, body: bytes, declared: int | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Post a body on a new connection."""
         reader, writer = await asyncio.open_connection(self.host, self.port)
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {self.host}\r\nConnection: close\r\nContent-Length: {declared or len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
+        headers = f"Host: {self.host}\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {declared or len(body)}"
+        writer.write(f"POST /v1/completions HTTP/1.1\r\n{headers}\r\n\r\n".encode() + body)
         await writer.drain()
         return reader, writer
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import ExitStack, aclosing
 from functools import cache, partial
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -24,6 +26,7 @@ from ..engine.structured import Structured
 from ..engine.text import check_text
 from ..errors import GraphspecError, RequestError
 from ..server_options import ServerConfig
+from .access import Hosts
 from .answers import DONE, ChatWriter, CompletionWriter, Writer, spell, sse
 from .errors import ApiError, bad_field, from_engine, internal, unusable
 from .generation import Generation
@@ -60,23 +63,36 @@ class Api:
         self.metrics = Metrics(model, self.plan, engine.load, engine.capture_report)
         self.most_tokens = min(options.max_tokens or self.plan.max_context, self.plan.max_context)
 
-    def app(self) -> Starlette:
-        """The application."""
+    def app(self, hosts: Collection[str] | None = None) -> Starlette:
+        """The application.
+
+        Args:
+            hosts: names that the ``Host`` header may have (:func:`~graphspec.serve.access.hosts_of`); None: any.
+        """
         routes = {
             ("/v1/completions", "POST"): self.completions,
             ("/v1/chat/completions", "POST"): self.chat,
             ("/v1/models", "GET"): self.models,
+            ("/v1/models/{name:path}", "GET"): self.one_model,
             ("/tokenize", "POST"): self.tokenize,
             ("/detokenize", "POST"): self.detokenize,
         }
         opened = {("/health", "GET"): self.health, ("/version", "GET"): self.version, ("/metrics", "GET"): self.scrape}
-        return Starlette(
-            routes=[
-                *(Route(path, self._guarded(handler), methods=[method]) for (path, method), handler in routes.items()),
-                *(Route(path, handler, methods=[method]) for (path, method), handler in opened.items()),
-            ],
-            exception_handlers={ApiError: self._refuse, GraphspecError: self._refuse, HTTPException: self._refuse, ClientGone: _gone},
-        )
+        routed = [
+            *(Route(path, self._guarded(handler), methods=[method]) for (path, method), handler in routes.items()),
+            *(Route(path, handler, methods=[method]) for (path, method), handler in opened.items()),
+        ]
+        handlers = {ApiError: self._refuse, GraphspecError: self._refuse, HTTPException: self._refuse, ClientGone: _gone}
+        middleware = [Middleware(Hosts, names=hosts, refuse=self._refuse), *self._cors()]
+        app = Starlette(routes=routed, middleware=middleware, exception_handlers=handlers)
+        app.router.redirect_slashes = False
+        return app
+
+    def _cors(self) -> list[Middleware]:
+        """Lets the pages of ``server.cors_origins`` read answers."""
+        if not self.options.cors_origins:
+            return []
+        return [Middleware(CORSMiddleware, allow_origins=self.options.cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",))]
 
     def _guarded(self, handler: Handler) -> Handler:
         """The handler after a check of the API key, with errors as responses."""
@@ -93,10 +109,14 @@ class Api:
 
         return checked
 
-    async def _refuse(self, _: Request, error: Exception) -> Response:
+    async def _refuse(self, request: Request, error: Exception) -> Response:
         """The response to an error."""
         if isinstance(error, HTTPException):
-            error = ApiError(error.status_code, error.detail)
+            methods = {*(error.headers or {}).get("Allow", "").split(", "), "OPTIONS"} - {""}
+            allow = ", ".join(sorted(methods)) if error.status_code == 405 else None
+            if allow is not None and request.method == "OPTIONS":
+                return Response(status_code=204, headers={"Allow": allow})
+            error = ApiError(error.status_code, error.detail, allow=allow)
         elif isinstance(error, GraphspecError):
             error = from_engine(error)
         assert isinstance(error, ApiError)
@@ -158,8 +178,15 @@ class Api:
 
     async def models(self, _: Request) -> Response:
         """``GET /v1/models``."""
-        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "graphspec", "max_model_len": self.plan.max_context}
-        return _json({"object": "list", "data": [model]})
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def one_model(self, request: Request) -> Response:
+        """``GET /v1/models/NAME``."""
+        check_model(request.path_params["name"], self.model)
+        return _json(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {"id": self.model, "object": "model", "created": 0, "owned_by": "graphspec", "max_model_len": self.plan.max_context}
 
     async def tokenize(self, request: Request) -> Response:
         """``POST /tokenize``: the ids of a text or of messages."""

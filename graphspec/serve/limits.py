@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
 from ..checks import brief
@@ -86,9 +87,11 @@ class Keys:
         """
         if not self._keys:
             return
-        given = (header or "").removeprefix("Bearer ").strip().encode()
+        scheme, _, token = (header or "").partition(" ")
+        # Header values are bytes, which Starlette shows as Latin-1; keys are UTF-8.
+        given = token.strip().encode("latin-1", "replace")
         # All keys are compared, so that the time does not reveal which one nearly matched.
-        if not sum(hmac.compare_digest(given, key) for key in self._keys):
+        if not sum(hmac.compare_digest(given, key) for key in self._keys) or scheme.lower() != "bearer":
             raise ApiError(401, "expected a valid API key as Authorization: Bearer KEY", code="invalid_api_key")
 
 
@@ -96,9 +99,11 @@ async def read_json(request: Request, most: int, seconds: float) -> dict[str, An
     """The body of a request, which is a JSON object.
 
     Raises:
-        ApiError: 400, it is not one; 408, it took longer than ``seconds``; 413, it has more than ``most`` bytes.
+        ApiError: 400, it is not one; 408, it took longer than ``seconds``; 413, it has more than ``most`` bytes; 415, the headers announce
+            something else.
         ClientGone: the client disconnected while sending.
     """
+    _check_type(request.headers)
     too_long = ApiError(413, f"expected a body of at most {most} bytes", code="body_too_large")
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > most:
@@ -122,6 +127,21 @@ async def read_json(request: Request, most: int, seconds: float) -> dict[str, An
     if not isinstance(data, dict):
         raise ApiError(400, f"expected a JSON object, found {brief(type(data).__name__)}", code="invalid_json")
     return data
+
+
+def _check_type(headers: Headers) -> None:
+    """Check that a body is JSON as it stands.
+
+    A web page can send other types, and none, to any server without its consent.
+
+    Raises:
+        ApiError: 415.
+    """
+    media = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
+        raise ApiError(415, f"expected Content-Type: application/json, found {brief(media) if media else 'none'}", code="unsupported_type")
+    if (coding := headers.get("content-encoding", "identity").strip().lower()) != "identity":
+        raise ApiError(415, f"expected a body without Content-Encoding, found {brief(coding)}", code="unsupported_type")
 
 
 async def unless_gone(receive: Callable[[], Awaitable[Any]], work: Awaitable[Result]) -> Result:

@@ -30,6 +30,7 @@ def run(config: LaunchConfig) -> int:
         ConfigError: an option, a package of the extra that is missing, or a port that is taken.
     """
     check_packages()
+    from .access import hosts_of
     from .http import HttpServer, bind
 
     options, keys = config.server, read_keys(config)
@@ -43,7 +44,7 @@ def run(config: LaunchConfig) -> int:
             def ready() -> None:
                 print(f"graphspec serve: {api.model} at {address}", flush=True)  # noqa: T201
 
-            server = HttpServer(api.app(), options, ready)
+            server = HttpServer(api.app(hosts_of(options)), options, ready)
             asyncio.run(server.serve(sockets=[sock]))
     return 0
 

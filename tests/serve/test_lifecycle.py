@@ -20,7 +20,7 @@ from graphspec.graphs.cycle import Cycle
 from graphspec.serve.http import bind
 from graphspec.server_options import ServerConfig
 from tests.support.engines import CHAIN
-from tests.support.serving import PATIENCE, Served, held_after_the_first_token, serving, wait_for
+from tests.support.serving import PATIENCE, Served, held_after_the_first_token, raw_post, serving, wait_for
 
 if TYPE_CHECKING:
     from graphspec.engine.llm import LLM
@@ -49,11 +49,10 @@ def test_a_client_that_leaves_aborts_its_request(pair: Pair, stream: bool, waiti
         wanted = server.complete(**ENDLESS)["choices"][0]["text"]
         with held_after_the_first_token(llm) as go:
             body = json.dumps({**ENDLESS, "stream": stream}).encode()
-            head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
             first, second = server.connect(), server.connect()
-            first.sendall(head + body)
+            first.sendall(raw_post(body))
             wait_for(lambda: llm.load().running == 1)
-            second.sendall(head + body)
+            second.sendall(raw_post(body))
             wait_for(lambda: llm.load().waiting == 1)
             leaving, staying = (second, first) if waiting else (first, second)
             leaving.close()
@@ -81,7 +80,7 @@ def test_headers_have_to_come_in_time(llm: LLM) -> None:
 def test_a_body_has_to_come_in_time(llm: LLM) -> None:
     with serving(llm, read_seconds=1.0) as server:
         connection = server.connect()
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        connection.sendall(raw_post(b"{", length=100))
         assert connection.recv(65536).startswith(b"HTTP/1.1 408 ")
         connection.close()
         server.idle()
@@ -92,7 +91,7 @@ def test_a_connection_is_kept_for_the_next_request(llm: LLM) -> None:
     with serving(llm, read_seconds=0.5, keep_alive_seconds=30.0) as server:
         connection = server.connect()
         for _ in range(2):
-            connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+            connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
             answer = b""
             while not answer.endswith(b"}"):
                 answer += connection.recv(65536)
@@ -110,7 +109,10 @@ def test_a_client_that_does_not_read_is_disconnected(pair: Pair, monkeypatch: py
     with pair.llm(**CHAIN, max_rows=1, buckets=[1]) as llm, serving(llm, write_seconds=0.3) as server:
         connection = server.connect()
         body = json.dumps({**ENDLESS, "stream": True}).encode()
-        connection.sendall(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        connection.sendall(
+            f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
         wait_for(lambda: server.api.slots.taken == 1)
         server.idle()
         connection.close()
@@ -161,7 +163,10 @@ def test_the_end_does_not_wait_for_ever(pair: Pair) -> None:
         with held_after_the_first_token(llm):
             connection = server.connect()
             body = json.dumps({**ENDLESS, "stream": True}).encode()
-            connection.sendall(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+            connection.sendall(
+                f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+                + body
+            )
             wait_for(lambda: llm.load().running == 1)
             server.stop()
             assert b"[DONE]" not in closed_by_server(connection)

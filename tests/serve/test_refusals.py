@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tests.support.engines import Pair
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
 SECRET = "w7 unutterable"
 QUESTION = [{"role": "user", "content": SECRET}]
 TOOL = {"type": "function", "function": {"name": "w20"}}
@@ -105,12 +106,15 @@ def test_fields_that_change_nothing_are_taken(server: Served) -> None:
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"7", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"\xff", b"[" * 100000])
 def test_bodies_that_are_no_json_object(server: Served, body: bytes) -> None:
-    assert refused(server.client.post(COMPLETIONS, content=body), 400)["code"] == "invalid_json"
+    assert refused(server.client.post(COMPLETIONS, content=body, headers=JSON), 400)["code"] == "invalid_json"
 
 
 def test_paths_and_methods(server: Served) -> None:
     refused(server.client.get("/v1/nothing"), 404)
-    refused(server.client.get(COMPLETIONS), 405)
+    refused(server.client.get("/v1/models/"), 404)
+    response = server.client.get(COMPLETIONS)
+    refused(response, 405)
+    assert response.headers["allow"] == "OPTIONS, POST"
 
 
 @pytest.mark.parametrize("declared", [True, False])
@@ -118,7 +122,7 @@ def test_a_body_that_is_too_long(llm: LLM, declared: bool) -> None:
     body = json.dumps({"prompt": "w7 " * 1000}).encode()
     with serving(llm, max_body_bytes=1000) as server:
         content = body if declared else iter([body[:600], body[600:]])
-        assert refused(server.client.post(COMPLETIONS, content=content), 413)["code"] == "body_too_large"
+        assert refused(server.client.post(COMPLETIONS, content=content, headers=JSON), 413)["code"] == "body_too_large"
         assert server.complete(prompt="w7", max_tokens=1)
 
 
@@ -131,13 +135,13 @@ def test_a_length_that_the_server_does_not_allow(llm: LLM) -> None:
 
 def test_keys(llm: LLM, tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("first\n\n second \n")
+    file.write_text("first\n\n second \nschl\u00fcssel\n", encoding="utf-8")
     with serving(llm, Keys.read(file)) as server:
-        for header in ({}, {"Authorization": "Bearer"}, {"Authorization": "Bearer firs"}, {"Authorization": "Bearer first second"}):
-            response = server.post(COMPLETIONS, {"prompt": "w7"}, **header)
+        for given in ("", "Bearer", "Bearer firs", "Bearer first second", "first", "Basic first"):
+            response = server.post(COMPLETIONS, {"prompt": "w7"}, **({"Authorization": given} if given else {}))
             assert refused(response, 401)["code"] == "invalid_api_key" and response.headers["www-authenticate"] == "Bearer"
-        for key in ("first", "second"):
-            assert server.client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+        for given in ("Bearer first", "Bearer second", "bearer first", "BEARER  second", "Bearer schl\u00fcssel".encode()):
+            assert server.client.get("/v1/models", headers={"Authorization": given}).status_code == 200
         assert server.client.get("/health").status_code == server.client.get("/metrics").status_code == 200
     file.write_text("\n")
     with pytest.raises(ConfigError, match=r"server\.api_key_file.*at least one key"):
