@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from .checks import INT32_MOST, brief, check_fields, in_range
+from .checks import INT32_MOST, brief, check_fields, in_range, one_of
 from .errors import ConfigError
 
 MOST_SECONDS = 10**7
@@ -33,6 +33,8 @@ class ServerConfig:
     server listens at a loopback address, so that no page in a browser reaches it under a name of its own; any elsewhere."""
     cors_origins: list[str] = field(default_factory=list)
     """Origins of web pages that may read answers (``https://app.example``), or ``*``: any. Empty: none."""
+    access_log: str = "text"
+    """A line on stderr for every request: ``text``, ``json`` or ``off``. It has figures, never a prompt or an output."""
     max_waiting: int = 256
     """Requests that may wait, in addition to those that run, where runtime.max_queued is null; one more gets status 503."""
     max_body_bytes: int = 4 * 2**20
@@ -52,6 +54,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "server", paths=("api_key_file",))
+        one_of("server.access_log", self.access_log, ("text", "json", "off"))
         in_range("server.port", self.port, 0, 65535)
         in_range("server.max_waiting", self.max_waiting, 0, MOST_WAITING)
         in_range("server.max_body_bytes", self.max_body_bytes, 1, MOST_BYTES)

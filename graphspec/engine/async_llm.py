@@ -121,6 +121,22 @@ class AsyncLLM:
         chosen = one_of_params(params, sampling_params)
         return self.generate(conversations(messages), chosen, priority=priority, deadline=deadline)
 
+    async def ping(self) -> None:
+        """Wait until the engine's thread answers, which it does between two steps. An engine that is broken tries to recover first.
+
+        Raises:
+            ResourceError: the engine is closed.
+            Exception: the one that recovery raised.
+        """
+        loop, answered = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(answered.set)
+
+        handle = self.llm.ping(wake)
+        await answered.wait()
+        handle.take()
+
     async def close(self) -> None:
         """End the engine's thread; open calls, of :attr:`llm` too, end with an error, later ones are refused."""
         await asyncio.to_thread(self.llm.close)

@@ -121,6 +121,7 @@ class LLM:
         self._engine = Engine(self.cycle, self._load_proposer(), self._adaptive_depth(), progress)
         self.load = self._engine.load
         """What there is to do now, as :class:`graphspec.engine.meter.Load`; any thread may ask."""
+        self.ping = self._engine.ping
         self._acceptance_test = AcceptanceTest(self.plan)
         self._has_tokenizer = has_tokenizer(self.folder)
         self._grammars = Grammars(self.plan)

@@ -26,7 +26,7 @@ from ..engine.structured import Structured
 from ..engine.text import check_text
 from ..errors import GraphspecError, RequestError
 from ..server_options import ServerConfig
-from .access import Hosts
+from .access import Access, Hosts, Record, record_of
 from .answers import DONE, ChatWriter, CompletionWriter, Writer, spell, sse
 from .errors import ApiError, bad_field, from_engine, internal, unusable
 from .generation import Generation
@@ -40,6 +40,9 @@ from .tools import read_tools
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[Request], Awaitable[Response]]
+GONE = 499
+"""Status of a request whose client has disconnected, as nginx logs it."""
+HEALTH_SECONDS = 1.0
 Make = Callable[[Generation], Writer]
 
 
@@ -61,6 +64,7 @@ class Api:
         waiting = options.max_waiting if self.plan.max_queued is None else self.plan.max_queued
         self.slots = Slots(self.plan.max_rows + waiting)
         self.metrics = Metrics(model, self.plan, engine.load, engine.capture_report)
+        self._ping: asyncio.Future[None] | None = None
         self.most_tokens = min(options.max_tokens or self.plan.max_context, self.plan.max_context)
 
     def app(self, hosts: Collection[str] | None = None) -> Starlette:
@@ -77,13 +81,19 @@ class Api:
             ("/tokenize", "POST"): self.tokenize,
             ("/detokenize", "POST"): self.detokenize,
         }
-        opened = {("/health", "GET"): self.health, ("/version", "GET"): self.version, ("/metrics", "GET"): self.scrape}
+        opened = {
+            ("/health", "GET"): self.health,
+            ("/live", "GET"): self.live,
+            ("/version", "GET"): self.version,
+            ("/metrics", "GET"): self.scrape,
+        }
         routed = [
             *(Route(path, self._guarded(handler), methods=[method]) for (path, method), handler in routes.items()),
             *(Route(path, handler, methods=[method]) for (path, method), handler in opened.items()),
         ]
         handlers = {ApiError: self._refuse, GraphspecError: self._refuse, HTTPException: self._refuse, ClientGone: _gone}
-        middleware = [Middleware(Hosts, names=hosts, refuse=self._refuse), *self._cors()]
+        access = Middleware(Access, style=self.options.access_log)
+        middleware = [access, Middleware(Hosts, names=hosts, refuse=self._refuse), *self._cors()]
         app = Starlette(routes=routed, middleware=middleware, exception_handlers=handlers)
         app.router.redirect_slashes = False
         return app
@@ -92,7 +102,8 @@ class Api:
         """Lets the pages of ``server.cors_origins`` read answers."""
         if not self.options.cors_origins:
             return []
-        return [Middleware(CORSMiddleware, allow_origins=self.options.cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",))]
+        allowed = {"allow_methods": ("GET", "POST"), "allow_headers": ("*",), "expose_headers": ("X-Request-Id",)}
+        return [Middleware(CORSMiddleware, allow_origins=self.options.cors_origins, **allowed)]
 
     def _guarded(self, handler: Handler) -> Handler:
         """The handler after a check of the API key, with errors as responses."""
@@ -124,7 +135,8 @@ class Api:
         return _json(error.body, error.status, error.headers)
 
     async def _read(self, request: Request) -> dict[str, Any]:
-        return await read_json(request, self.options.max_body_bytes, self.options.read_seconds)
+        with self.metrics.preparing("reading"):
+            return await read_json(request, self.options.max_body_bytes, self.options.read_seconds)
 
     async def completions(self, request: Request) -> Response:
         """``POST /v1/completions``."""
@@ -149,15 +161,18 @@ class Api:
         with ExitStack() as held:
             held.enter_context(self.slots.take(len(prompts) * params.n))
             deadline = self.options.request_seconds
-            generation = await unless_gone(
-                request.receive, Generation.begin(self.llm, self.metrics, prompts, params, priority=body.priority, deadline=deadline)
-            )
+            with self.metrics.preparing("encoding" if structured is None else "compiling"):
+                generation = await unless_gone(
+                    request.receive, Generation.begin(self.llm, self.metrics, prompts, params, priority=body.priority, deadline=deadline)
+                )
+            record = record_of(request.scope)
+            record.generation = generation
             writer = make(generation)
             if body.stream:
-                return EventStream(self._events(writer), held.pop_all())
+                return EventStream(self._events(writer, record), held.pop_all())
             return _json(await unless_gone(request.receive, _whole(writer)))
 
-    async def _events(self, writer: Writer) -> AsyncGenerator[bytes, None]:
+    async def _events(self, writer: Writer, record: Record) -> AsyncGenerator[bytes, None]:
         """The bytes of a stream. An error after the beginning is sent as the last event."""
         try:
             async with aclosing(writer.generation.events()) as events:
@@ -167,11 +182,13 @@ class Api:
             for chunk in writer.last_chunk():
                 yield sse(chunk)
         except ApiError as error:
+            record.status = error.status
             self.metrics.refuse(error.status)
             yield sse(error.body)
         except Exception:
             logger.exception("error in a stream")
             unknown = internal()
+            record.status = unknown.status
             self.metrics.refuse(unknown.status)
             yield sse(unknown.body)
         yield DONE
@@ -220,10 +237,21 @@ class Api:
         return _json({"prompt": await asyncio.to_thread(self.tokenizer.decode, tokens)})
 
     async def health(self, _: Request) -> Response:
-        """``GET /health``: 200 while the engine answers."""
-        if not self.llm.llm.load().answers:
+        """``GET /health``: 200 if the engine's thread answers within :data:`HEALTH_SECONDS`."""
+        if not await self._answers():
             raise unusable()
         return Response(status_code=200)
+
+    async def live(self, _: Request) -> Response:
+        """``GET /live``: 200 while the process serves HTTP."""
+        return Response(status_code=200)
+
+    async def _answers(self) -> bool:
+        """Whether the engine's thread answers in time. All that ask wait for one question to it."""
+        if self._ping is None or self._ping.done():
+            self._ping = asyncio.ensure_future(self.llm.ping())
+        await asyncio.wait({self._ping}, timeout=HEALTH_SECONDS)
+        return self._ping.done() and self._ping.exception() is None and self.llm.llm.load().answers
 
     async def version(self, _: Request) -> Response:
         """``GET /version``."""
@@ -259,6 +287,7 @@ class EventStream(Response):
             try:
                 await unless_gone(receive, send_all())
             except ClientGone:
+                record_of(scope).status = GONE
                 logger.debug("a client disconnected before its stream ended")
 
 
@@ -275,7 +304,7 @@ def _only(data: dict[str, Any], *names: str) -> None:
 
 async def _gone(_: Request, __: Exception) -> Response:
     """An empty response, for a client that has disconnected."""
-    return Response(status_code=499)
+    return Response(status_code=GONE)
 
 
 def _json(document: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -195,6 +195,26 @@ def test_health_is_that_of_the_engine(pair: Pair, monkeypatch: pytest.MonkeyPatc
     assert found == [200, 503, 200, 503]
 
 
+def test_health_is_asked_of_the_engines_thread(pair: Pair) -> None:
+    """A thread that hangs in a step does not answer; the process lives, and says so."""
+    with pair.llm(**CHAIN, max_rows=1, buckets=[1]) as llm, serving(llm) as server:
+        go, hangs, step = threading.Event(), threading.Event(), llm._engine._step
+
+        def hang() -> None:
+            hangs.set()
+            go.wait(PATIENCE)
+            step()
+
+        llm._engine._step = hang  # type: ignore[method-assign]
+        stream = server.client.send(server.client.build_request("POST", PATH, json={**ENDLESS, "stream": True}), stream=True)
+        assert hangs.wait(PATIENCE) and llm.load().answers
+        assert [server.client.get(path).status_code for path in ("/health", "/live", "/health")] == [503, 200, 503]
+        llm._engine._step = step  # type: ignore[method-assign]
+        go.set()
+        assert b"[DONE]" in stream.read()
+        assert server.client.get("/health").status_code == 200
+
+
 def test_a_taken_port_is_an_error(server: Served) -> None:
     with pytest.raises(ConfigError, match=r"server\.port: expected a free port at 127\.0\.0\.1"):
         bind(ServerConfig(port=server.address[1]))
@@ -204,7 +224,14 @@ def test_a_taken_port_is_an_error(server: Served) -> None:
 
 def test_the_command_serves_and_ends_at_a_signal(pair: Pair) -> None:
     """In a separate process: the address on stdout, one answer, SIGTERM in the middle of a stream, exit code 0."""
-    words = [f"model.path={pair.target}", "variant=none", "runtime=eager", "server.port=0", "server.model_name=mine"]
+    words = [
+        f"model.path={pair.target}",
+        "variant=none",
+        "runtime=eager",
+        "server.port=0",
+        "server.model_name=mine",
+        "server.access_log=json",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         [sys.executable, "-m", "graphspec.cli", "serve", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
@@ -220,6 +247,10 @@ def test_the_command_serves_and_ends_at_a_signal(pair: Pair) -> None:
             events = [next(lines)]
             process.send_signal(signal.SIGTERM)
             events += [line for line in lines if line]
-        assert process.wait(PATIENCE) == 0 and re.fullmatch(r"([\w ]+ (\d+)/\2\n)+", process.stderr.read())
+        assert process.wait(PATIENCE) == 0
+        progress, _, lines_of_access = process.stderr.read().partition("{")
+        assert re.fullmatch(r"([\w ]+ (\d+)/\2\n)+", progress)
+    logged = [json.loads(line) for line in ("{" + lines_of_access).splitlines()]
+    assert [(line["path"], line["status"], line["completion_tokens"]) for line in logged] == [("/v1/completions", 200, 80)] * 2
     assert events[-1] == "data: [DONE]"
     assert "".join(json.loads(event[6:])["choices"][0]["text"] for event in events[:-1]) == whole
