@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Self
+from functools import partial
+from typing import Any, Self, TypeGuard, TypeVar
 
 from ..shapes import GREEDY
 from .events import Stream
@@ -13,7 +14,15 @@ from .llm import LLM
 from .outputs import StreamEvent
 from .priority import Deadline, Priority
 from .prompts import Params, Prompt, one_of_params
-from .text import conversations
+from .request import SamplingParams
+from .text import Conversation, conversations
+from .workers import Workers
+
+Result = TypeVar("Result")
+LONG_TEXT = 65536
+"""Characters or token ids from which a call counts as long."""
+THREADS = 2
+"""Of each kind of work."""
 
 
 class AsyncStream:
@@ -65,6 +74,8 @@ class AsyncLLM:
         self.llm = llm if llm is not None else LLM(**arguments)
         """The same engine for callers that wait."""
         self.llm.warm_up(self.llm.plan.max_rows, sampling=GREEDY)
+        # Apart, so that short texts wait neither for long ones nor for grammars.
+        self._short, self._long, self._grammars = (Workers(name, THREADS) for name in ("texts", "long texts", "grammars"))
 
     async def generate(
         self,
@@ -104,9 +115,26 @@ class AsyncLLM:
             # The engine takes the error of a loop that was closed as leaving.
             loop.call_soon_threadsafe(changed.set)
 
-        # Long texts take long to encode.
-        stream = await asyncio.to_thread(self.llm.submit, prompts, params, wake, priority=priority, deadline=deadline)
-        return AsyncStream(stream, changed)
+        submit = partial(self.llm.submit, prompts, params, wake, priority=priority, deadline=deadline)
+        compiles = any(isinstance(each, SamplingParams) and each.structured for each in (params if _is_list(params) else [params]))
+        return AsyncStream(await (self._grammars.run(submit) if compiles else self.work(submit, length_of(prompts))), changed)
+
+    async def work(self, job: Callable[[], Result], length: int = 0) -> Result:
+        """The result of ``job``, called by a thread for work with texts.
+
+        Args:
+            job: the work.
+            length: of the texts, in characters; those of :data:`LONG_TEXT` or more have threads of their own.
+
+        Raises:
+            Exception: what the job raises.
+        """
+        return await (self._long if length >= LONG_TEXT else self._short).run(job)
+
+    @property
+    def stuck_seconds(self) -> float:
+        """How long all threads for texts of one kind have been at their present work; 0 while one is free."""
+        return max(self._short.stuck_seconds, self._long.stuck_seconds)
 
     def chat(
         self,
@@ -146,3 +174,22 @@ class AsyncLLM:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def length_of(prompts: object) -> int:
+    """Characters and token ids of prompts that are not checked yet."""
+    if isinstance(prompts, str):
+        return len(prompts)
+    if isinstance(prompts, Conversation):
+        return length_of(prompts.messages)
+    if isinstance(prompts, Mapping):
+        return sum(length_of(value) for value in prompts.values())
+    if not _is_list(prompts):
+        return 0
+    if prompts and isinstance(prompts[0], int):
+        return len(prompts)
+    return sum(length_of(entry) for entry in prompts)
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, list | tuple)

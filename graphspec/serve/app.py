@@ -20,17 +20,19 @@ from starlette.types import Receive, Scope, Send
 
 from .. import __version__
 from ..checks import conform
-from ..engine.async_llm import AsyncLLM
+from ..engine.async_llm import AsyncLLM, length_of
 from ..engine.prompts import Prompt
-from ..engine.structured import Structured
+from ..engine.request import SamplingParams
 from ..engine.text import check_text
+from ..engine.text_bounds import check_fits, fewest_tokens
 from ..errors import GraphspecError, RequestError
 from ..server_options import ServerConfig
 from .access import Access, Hosts, Record, record_of
 from .answers import DONE, ChatWriter, CompletionWriter, Writer, spell, sse
+from .bodies import LARGE_BODY, MOST_VALUES, parse_json, read_body
 from .errors import ApiError, bad_field, from_engine, internal, unusable
 from .generation import Generation
-from .limits import ClientGone, Keys, Slots, read_json, unless_gone
+from .limits import ClientGone, Keys, Slots, check_bounds, check_prompt_sizes, unless_gone
 from .messages import conversation_of
 from .metrics import CONTENT_TYPE, Metrics
 from .protocol import Body, ChatBody, CompletionBody, check_model, parse
@@ -43,6 +45,8 @@ Handler = Callable[[Request], Awaitable[Response]]
 GONE = 499
 """Status of a request whose client has disconnected, as nginx logs it."""
 HEALTH_SECONDS = 1.0
+STUCK_SECONDS = 30.0
+"""Far above what a text that may fit the context takes."""
 Make = Callable[[Generation], Writer]
 
 
@@ -64,6 +68,9 @@ class Api:
         waiting = options.max_waiting if self.plan.max_queued is None else self.plan.max_queued
         self.slots = Slots(self.plan.max_rows + waiting)
         self.metrics = Metrics(model, self.plan, engine.load, engine.capture_report)
+        self.most_values = max(MOST_VALUES, 2 * self.plan.max_context)
+        # Reads the file once, before anybody waits for it.
+        fewest_tokens("", self.tokenizer.folder)
         self._ping: asyncio.Future[None] | None = None
         self.most_tokens = min(options.max_tokens or self.plan.max_context, self.plan.max_context)
 
@@ -135,15 +142,21 @@ class Api:
         return _json(error.body, error.status, error.headers)
 
     async def _read(self, request: Request) -> dict[str, Any]:
+        """The JSON object of a body, whose fields have sizes that can be served."""
         with self.metrics.preparing("reading"):
-            return await read_json(request, self.options.max_body_bytes, self.options.read_seconds)
+            body = await read_body(request, self.options.max_body_bytes, self.options.read_seconds)
+            parse = partial(parse_json, body, self.most_values)
+            data = parse() if len(body) < LARGE_BODY else await self.llm.work(parse, len(body))
+        check_bounds(data, self.plan)
+        check_prompt_sizes(data.get("prompt"), self.plan, self.slots.most)
+        return data
 
     async def completions(self, request: Request) -> Response:
         """``POST /v1/completions``."""
         body = parse(CompletionBody, await self._read(request))
         check_model(body.model, self.model)
         make = partial(CompletionWriter, body, self.model, self.tokenizer, self.texts)
-        return await self._answer(request, body, [*body.prompts], make, structured_of(body))
+        return await self._answer(request, body, [*body.prompts], make, body.params(self.most_tokens, structured_of(body)))
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
@@ -153,15 +166,15 @@ class Api:
             raise bad_field("messages", "a checkpoint with a chat template", "one without: send a prompt to /v1/completions")
         tools = read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
         make = partial(ChatWriter, body, self.model, self.tokenizer, self.texts, tools=tools)
-        return await self._answer(request, body, [conversation_of(body, tools)], make, structured_of(body, tools))
+        params = body.params(self.most_tokens, structured_of(body, tools))
+        return await self._answer(request, body, [conversation_of(body, tools)], make, params)
 
-    async def _answer(self, request: Request, body: Body, prompts: list[Prompt], make: Make, structured: Structured | None) -> Response:
+    async def _answer(self, request: Request, body: Body, prompts: list[Prompt], make: Make, params: SamplingParams) -> Response:
         """Serve a request; a stream begins once its prompts have been accepted."""
-        params = body.params(self.most_tokens, structured)
         with ExitStack() as held:
             held.enter_context(self.slots.take(len(prompts) * params.n))
             deadline = self.options.request_seconds
-            with self.metrics.preparing("encoding" if structured is None else "compiling"):
+            with self.metrics.preparing("encoding" if params.structured is None else "compiling"):
                 generation = await unless_gone(
                     request.receive, Generation.begin(self.llm, self.metrics, prompts, params, priority=body.priority, deadline=deadline)
                 )
@@ -214,31 +227,46 @@ class Api:
             if not self.tokenizer.has_chat_template:
                 raise bad_field("messages", "a checkpoint with a chat template", "one without")
             conversation = conversation_of(body, read_tools(body.tools, body.tool_choice))
-            tokens = await asyncio.to_thread(self.tokenizer.chat, conversation)
+            length, encode = length_of(conversation), partial(self.tokenizer.chat, conversation)
         else:
             _only(data, "model", "prompt", "add_special_tokens", "return_token_strs")
             check_model(data.get("model"), self.model)
             special, spelled = data.get("add_special_tokens", True), data.get("return_token_strs", False)
             for name, value in (("add_special_tokens", special), ("return_token_strs", spelled)):
                 conform(name, value, bool, RequestError)
-            encode = self.tokenizer.encode if special else self.tokenizer.words
-            tokens = await asyncio.to_thread(encode, check_text("prompt", data.get("prompt")))
-        document = {"count": len(tokens), "max_model_len": self.plan.max_context, "tokens": tokens}
-        return _json(document | ({"token_strs": [self.texts(token) for token in tokens]} if data.get("return_token_strs") else {}))
+            text = check_text("prompt", data.get("prompt"))
+            check_fits("prompt", text, self.tokenizer.folder, self.plan.max_context)
+            length, encode = len(text), partial(self.tokenizer.encode if special else self.tokenizer.words, text)
+
+        def answer() -> bytes:
+            tokens = encode()
+            if len(tokens) > self.most_values:
+                raise bad_field("prompt", f"at most {self.most_values} tokens", f"{len(tokens)} of them")
+            document = {"count": len(tokens), "max_model_len": self.plan.max_context, "tokens": tokens}
+            return spell(document | ({"token_strs": [self.texts(token) for token in tokens]} if data.get("return_token_strs") else {}))
+
+        return await self._work(request, answer, length)
 
     async def detokenize(self, request: Request) -> Response:
         """``POST /detokenize``."""
         data = await self._read(request)
         _only(data, "model", "tokens")
         check_model(data.get("model"), self.model)
-        tokens, vocab = data.get("tokens"), self.plan.target.vocab_size
+        tokens, vocab, most = data.get("tokens"), self.plan.target.vocab_size, self.plan.max_context
+        if isinstance(tokens, list) and len(tokens) > most:
+            raise bad_field("tokens", f"at most {most} of them", len(tokens))
         if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < vocab for token in tokens):
             raise bad_field("tokens", f"a list of token ids from 0 to {vocab - 1}", "something else")
-        return _json({"prompt": await asyncio.to_thread(self.tokenizer.decode, tokens)})
+        return await self._work(request, lambda: spell({"prompt": self.tokenizer.decode(tokens)}), len(tokens))
+
+    async def _work(self, request: Request, answer: Callable[[], bytes], length: int) -> Response:
+        """A response that a thread makes, in one slot."""
+        with self.slots.take(1), self.metrics.preparing("encoding"):
+            return Response(await unless_gone(request.receive, self.llm.work(answer, length)), media_type="application/json")
 
     async def health(self, _: Request) -> Response:
-        """``GET /health``: 200 if the engine's thread answers within :data:`HEALTH_SECONDS`."""
-        if not await self._answers():
+        """``GET /health``: 200 if the engine's thread answers within :data:`HEALTH_SECONDS`, and those that encode texts get on."""
+        if self.llm.stuck_seconds > STUCK_SECONDS or not await self._answers():
             raise unusable()
         return Response(status_code=200)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import CheckpointError, GraphspecError, RequestError, ResourceError
 
-HARMLESS = re.compile(r"\d+( tokens| of them)?|an empty prompt")
+HARMLESS = re.compile(r"(at least )?\d+( tokens| of them)?|an empty prompt")
 """Matches values that an error about a prompt may quote."""
 OUR_PREFIX = "sampling."
 

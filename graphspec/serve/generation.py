@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -52,7 +51,7 @@ class Generation:
         refused = next((request for request in stream.stream.requests if request.error is not None), None)
         if refused is not None:
             stream.abort()
-            raise await _why(llm, prompts[refused.index], params)
+            raise from_engine(refused.refusal) if refused.refusal is not None else internal()
         return cls(stream, metrics, params.n, llm.llm.plan)
 
     def choice(self, event: StreamEvent) -> int:
@@ -138,20 +137,6 @@ class Generation:
             "num_draft_tokens": drafted,
             "num_spec_tokens": depth,
         }
-
-
-async def _why(llm: AsyncLLM, prompt: Prompt, params: SamplingParams) -> ApiError:
-    """The error for a prompt that was refused.
-
-    Among several prompts, the engine's error is only text. Checking the prompt alone raises one with fields, so that those which clients
-    must not see can be left out.
-    """
-    alone: Prompt = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
-    try:
-        await asyncio.to_thread(llm.llm.check, alone, params)
-    except GraphspecError as error:
-        return from_engine(error)
-    return internal()
 
 
 def reasons(event: StreamEvent) -> dict[str, Any]:
