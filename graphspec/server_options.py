@@ -35,6 +35,8 @@ class ServerConfig:
     """Origins of web pages that may read answers (``https://app.example``), or ``*``: any. Empty: none."""
     access_log: str = "text"
     """A line on stderr for every request: ``text``, ``json`` or ``off``. It has figures, never a prompt or an output."""
+    allow_priority: bool = False
+    """Requests may have a ``priority`` other than 0, which lets them overtake those of other clients."""
     max_waiting: int = 256
     """Requests that may wait, in addition to those that run, where runtime.max_queued is null; one more gets status 503."""
     max_body_bytes: int = 4 * 2**20

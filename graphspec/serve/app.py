@@ -171,6 +171,8 @@ class Api:
 
     async def _answer(self, request: Request, body: Body, prompts: list[Prompt], make: Make, params: SamplingParams) -> Response:
         """Serve a request; a stream begins once its prompts have been accepted."""
+        if body.priority and not self.options.allow_priority:
+            raise bad_field("priority", "0, unless the server runs with server.allow_priority=true", body.priority)
         with ExitStack() as held:
             held.enter_context(self.slots.take(len(prompts) * params.n))
             deadline = self.options.request_seconds

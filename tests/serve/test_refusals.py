@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -55,6 +56,8 @@ def refused(response: Any, status: int) -> dict[str, Any]:
         ({"logprobs": 21}, "logprobs", "20"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"44": 1}}, "logit_bias", "from 0 to 43"),
+        ({"priority": -1}, "priority", "server.allow_priority=true, found -1"),
+        ({"priority": 1}, "priority", "server.allow_priority=true"),
         ({"num_steps": 5}, "num_steps", "0 to variant.num_steps = 4"),
         ({"stream_options": {}}, "stream_options", "without stream"),
         ({"stream": True, "stream_options": {"what": 1}}, "stream_options.what", "unsupported"),
@@ -171,6 +174,32 @@ def test_the_engines_own_limit_counts_where_it_is_set(pair: Pair) -> None:
     with pair.llm(**CHAIN, max_rows=2, max_queued=3) as llm, serving(llm, max_waiting=100) as server:
         assert server.api.slots.most == 5
         assert "at most 5 outputs" in refused(server.post(COMPLETIONS, {"prompt": "w7", "n": 6}), 400)["message"]
+
+
+def test_priorities_by_option(pair: Pair) -> None:
+    """One row: of the two that wait for it the later one is served first."""
+    with pair.llm(**CHAIN, max_rows=1, buckets=[1]) as llm, serving(llm, allow_priority=True) as server:
+        ended: list[int] = []
+
+        def ask(place: int, priority: int) -> threading.Thread:
+            def work() -> None:
+                server.complete(**ENDLESS, priority=priority)
+                ended.append(place)
+
+            thread = threading.Thread(target=work)
+            thread.start()
+            return thread
+
+        with held_after_the_first_token(llm):
+            threads = [ask(0, 0)]
+            wait_for(lambda: llm.load().running == 1)
+            for place, priority in ((1, 0), (2, -1)):
+                threads.append(ask(place, priority))
+                wait_for(lambda place=place: llm.load().waiting == place)
+            waiting = [request.priority for request in llm._engine.scheduler.waiting.requests]
+        for thread in threads:
+            thread.join()
+        assert waiting == [-1, 0] and sorted(ended) == [0, 1, 2]
 
 
 def test_unexpected_errors_reveal_nothing(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
