@@ -12,7 +12,7 @@ from ..shapes import GREEDY
 from .events import Stream
 from .llm import LLM
 from .outputs import StreamEvent
-from .priority import Deadline, Priority
+from .priority import CacheSalt, Deadline, Priority
 from .prompts import Params, Prompt, one_of_params
 from .request import SamplingParams
 from .text import Conversation, conversations
@@ -85,6 +85,7 @@ class AsyncLLM:
         sampling_params: Params = None,
         priority: Priority = 0,
         deadline: Deadline = None,
+        cache_salt: CacheSalt = None,
     ) -> AsyncGenerator[StreamEvent, None]:
         """Yields the tokens of every prompt as they are accepted, as :meth:`graphspec.engine.llm.LLM.stream` does.
 
@@ -95,13 +96,19 @@ class AsyncLLM:
             ResourceError: the engine is closed, or memory ran out.
         """
         chosen = one_of_params(params, sampling_params)
-        stream = await self.submit(prompts, chosen, priority=priority, deadline=deadline)
+        stream = await self.submit(prompts, chosen, priority=priority, deadline=deadline, cache_salt=cache_salt)
         async with aclosing(stream.events()) as events:
             async for event in events:
                 yield event
 
     async def submit(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, priority: Priority = 0, deadline: Deadline = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        priority: Priority = 0,
+        deadline: Deadline = None,
+        cache_salt: CacheSalt = None,
     ) -> AsyncStream:
         """Queue every prompt, and return as soon as they are checked; :meth:`AsyncStream.events` has the tokens.
 
@@ -115,7 +122,7 @@ class AsyncLLM:
             # The engine takes the error of a loop that was closed as leaving.
             loop.call_soon_threadsafe(changed.set)
 
-        submit = partial(self.llm.submit, prompts, params, wake, priority=priority, deadline=deadline)
+        submit = partial(self.llm.submit, prompts, params, wake, priority=priority, deadline=deadline, cache_salt=cache_salt)
         compiles = any(isinstance(each, SamplingParams) and each.structured for each in (params if _is_list(params) else [params]))
         return AsyncStream(await (self._grammars.run(submit) if compiles else self.work(submit, length_of(prompts))), changed)
 
@@ -144,10 +151,11 @@ class AsyncLLM:
         sampling_params: Params = None,
         priority: Priority = 0,
         deadline: Deadline = None,
+        cache_salt: CacheSalt = None,
     ) -> AsyncGenerator[StreamEvent, None]:
         """Like :meth:`generate`, for conversations as :meth:`graphspec.engine.llm.LLM.chat` takes them."""
         chosen = one_of_params(params, sampling_params)
-        return self.generate(conversations(messages), chosen, priority=priority, deadline=deadline)
+        return self.generate(conversations(messages), chosen, priority=priority, deadline=deadline, cache_salt=cache_salt)
 
     async def ping(self) -> None:
         """Wait until the engine's thread answers, which it does between two steps. An engine that is broken tries to recover first.

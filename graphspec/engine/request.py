@@ -246,6 +246,8 @@ class Request:
     """Lower ones are served first."""
     deadline: float | None = None
     """Seconds after its arrival at which it ends with the tokens it has."""
+    cache_salt: str | None = None
+    """It shares pages only with requests that have the same."""
     sample: int = 0
     """Its place among the ``n`` outputs of its prompt."""
     bad_words: tuple[tuple[int, ...], ...] = ()

@@ -175,11 +175,10 @@ class Api:
             raise bad_field("priority", "0, unless the server runs with server.allow_priority=true", body.priority)
         with ExitStack() as held:
             held.enter_context(self.slots.take(len(prompts) * params.n))
-            deadline = self.options.request_seconds
+            options = {"priority": body.priority, "deadline": self.options.request_seconds, "cache_salt": body.cache_salt}
             with self.metrics.preparing("encoding" if params.structured is None else "compiling"):
-                generation = await unless_gone(
-                    request.receive, Generation.begin(self.llm, self.metrics, prompts, params, priority=body.priority, deadline=deadline)
-                )
+                begun = Generation.begin(self.llm, self.metrics, prompts, params, **options)
+                generation = await unless_gone(request.receive, begun)
             record = record_of(request.scope)
             record.generation = generation
             writer = make(generation)

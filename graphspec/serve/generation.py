@@ -36,16 +36,21 @@ class Generation:
         self._tokens = 0
 
     @classmethod
-    async def begin(
-        cls, llm: AsyncLLM, metrics: Metrics, prompts: list[Prompt], params: SamplingParams, *, priority: int, deadline: float
-    ) -> Generation:
+    async def begin(cls, llm: AsyncLLM, metrics: Metrics, prompts: list[Prompt], params: SamplingParams, **options: Any) -> Generation:
         """Submit the requests to the engine, all of them or none.
+
+        Args:
+            llm: the engine.
+            metrics: of the server.
+            prompts: of the request.
+            params: for all of them.
+            options: of :meth:`~graphspec.engine.async_llm.AsyncLLM.submit`.
 
         Raises:
             ApiError: one of them can't be served.
         """
         try:
-            stream = await llm.submit(prompts, params, priority=priority, deadline=deadline)
+            stream = await llm.submit(prompts, params, **options)
         except GraphspecError as error:
             raise from_engine(error) from error
         refused = next((request for request in stream.stream.requests if request.error is not None), None)

@@ -61,6 +61,7 @@ BOUNDS = (
     Bound("safety_identifier", "it is not read", None, 512),
     Bound("prompt_cache_key", "it is not read", None, 512),
     Bound("request_id", "it is not read", None, 512),
+    Bound("cache_salt", "it is hashed for every request", None, 512),
     Bound("model", "it is compared with the model's name", None, 512),
 )
 """Bounds of fields, for every route that has them."""

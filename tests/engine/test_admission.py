@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphspec.engine.admission import LOOK_AHEAD, MOST_OUTRANKED, MOST_OVERTAKEN, Queue
-from graphspec.engine.priority import set_priority_and_deadline
+from graphspec.engine.priority import set_call_options
 from graphspec.engine.request import Request, SamplingParams
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import RequestError, ResourceError
@@ -250,8 +250,11 @@ def test_the_callers_arguments(pair: Pair) -> None:
         ({"deadline": "soon"}, "deadline: expected a number, found 'soon'"),
         ({"deadline": [1.0, -1.0]}, "deadline: expected a number >= 0, found -1.0"),
         ({"deadline": float("inf")}, "deadline: expected a finite number"),
+        ({"cache_salt": ""}, "cache_salt: expected a text of at least one character, found ''"),
+        ({"cache_salt": 3}, "cache_salt: expected text, found 3"),
+        ({"cache_salt": ["a"]}, "cache_salt: expected one value, or one for each of the 2 prompts"),
     ],
 )
 def test_other_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message.replace("(", r"\(")):
-        set_priority_and_deadline([request(0), request(1)], **{"priority": 0, "deadline": None, **arguments})
+        set_call_options([request(0), request(1)], **{"priority": 0, "deadline": None, **arguments})
