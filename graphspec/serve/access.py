@@ -1,4 +1,4 @@
-"""What every request passes before its route: its id, the access log, and the check of the ``Host`` header."""
+"""What every request passes before its route: its id, the access log, and checks of headers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..server_options import ServerConfig
-from .errors import misdirected
+from .errors import ApiError, misdirected
 from .generation import Generation
 
 logger = logging.getLogger("graphspec.access")
@@ -71,6 +71,28 @@ class Hosts:
                 response = await self.refuse(Request(scope), misdirected())
                 await response(scope, receive, send)
                 return
+        await self.app(scope, receive, send)
+
+
+class Lengths:
+    """Refuses requests with two lengths, ``Content-Length`` and chunks, with status 400, and closes their connections.
+
+    What follows would be one request more to those who believe the other length, such as a proxy in front of this server.
+
+    Args:
+        app: the application.
+        refuse: makes the response to an error.
+    """
+
+    def __init__(self, app: ASGIApp, refuse: Refuse) -> None:
+        self.app, self.refuse = app, refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+            response = await self.refuse(Request(scope), ApiError(400, "expected either Content-Length or Transfer-Encoding, found both"))
+            response.headers["connection"] = "close"
+            await response(scope, receive, send)
+            return
         await self.app(scope, receive, send)
 
 

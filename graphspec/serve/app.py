@@ -27,7 +27,7 @@ from ..engine.text import check_text
 from ..engine.text_bounds import check_fits, fewest_tokens
 from ..errors import GraphspecError, RequestError
 from ..server_options import ServerConfig
-from .access import Access, Hosts, Record, record_of
+from .access import Access, Hosts, Lengths, Record, record_of
 from .answers import DONE, ChatWriter, CompletionWriter, Writer, spell, sse
 from .bodies import LARGE_BODY, MOST_VALUES, parse_json, read_body
 from .errors import ApiError, bad_field, from_engine, internal, unusable
@@ -100,7 +100,8 @@ class Api:
         ]
         handlers = {ApiError: self._refuse, GraphspecError: self._refuse, HTTPException: self._refuse, ClientGone: _gone}
         access = Middleware(Access, style=self.options.access_log)
-        middleware = [access, Middleware(Hosts, names=hosts, refuse=self._refuse), *self._cors()]
+        checks = [Middleware(Lengths, refuse=self._refuse), Middleware(Hosts, names=hosts, refuse=self._refuse)]
+        middleware = [access, *checks, *self._cors()]
         app = Starlette(routes=routed, middleware=middleware, exception_handlers=handlers)
         app.router.redirect_slashes = False
         return app

@@ -99,9 +99,10 @@ def served(response: httpx2.Response) -> dict[str, Any]:
     return document
 
 
-def raw_post(body: bytes, length: int | None = None) -> bytes:
-    """A completion as bytes on a connection; ``length``: the one that its header announces."""
-    headers = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body) if length is None else length}"
+def raw_post(body: bytes, length: int | None = None, framing: str | None = None) -> bytes:
+    """A completion as bytes on a connection; ``length``: the one that its header announces; ``framing``: another header instead."""
+    framing = f"Content-Length: {len(body) if length is None else length}" if framing is None else framing
+    headers = f"Host: localhost\r\nContent-Type: application/json\r\n{framing}"
     return f"POST /v1/completions HTTP/1.1\r\n{headers}\r\n\r\n".encode() + body
 
 
