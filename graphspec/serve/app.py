@@ -6,8 +6,9 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import ExitStack, aclosing
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -47,7 +48,25 @@ GONE = 499
 HEALTH_SECONDS = 1.0
 STUCK_SECONDS = 30.0
 """Far above what a text that may fit the context takes."""
+Result = TypeVar("Result")
 Make = Callable[[Generation], Writer]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request for text, checked as far as that needs no tokenizer.
+
+    Attributes:
+        body: its fields.
+        prompts: of the request.
+        make: makes the writer of its response.
+        params: for all prompts.
+    """
+
+    body: Body
+    prompts: list[Prompt]
+    make: Make
+    params: SamplingParams
 
 
 class Api:
@@ -142,36 +161,50 @@ class Api:
         self.metrics.refuse(error.status)
         return _json(error.body, error.status, error.headers)
 
-    async def _read(self, request: Request) -> dict[str, Any]:
-        """The JSON object of a body, whose fields have sizes that can be served."""
+    async def _read(self, request: Request, understand: Callable[[dict[str, Any]], Result]) -> Result:
+        """What a body says. A large one is parsed and checked by a thread of its own, so that others are served meanwhile.
+
+        Args:
+            request: the request.
+            understand: makes it of the body's JSON object, whose fields have sizes that can be served.
+        """
         with self.metrics.preparing("reading"):
             body = await read_body(request, self.options.max_body_bytes, self.options.read_seconds)
-            parse = partial(parse_json, body, self.most_values)
-            data = parse() if len(body) < LARGE_BODY else await self.llm.work(parse, len(body))
-        check_bounds(data, self.plan)
-        check_prompt_sizes(data.get("prompt"), self.plan, self.slots.most)
-        return data
+
+            def read() -> Result:
+                data = parse_json(body, self.most_values)
+                check_bounds(data, self.plan)
+                check_prompt_sizes(data.get("prompt"), self.plan, self.slots.most)
+                return understand(data)
+
+            return read() if len(body) < LARGE_BODY else await self.llm.work(read, len(body))
 
     async def completions(self, request: Request) -> Response:
         """``POST /v1/completions``."""
-        body = parse(CompletionBody, await self._read(request))
+        return await self._answer(request, await self._read(request, self._completion))
+
+    def _completion(self, data: dict[str, Any]) -> Asked:
+        body = parse(CompletionBody, data)
         check_model(body.model, self.model)
         make = partial(CompletionWriter, body, self.model, self.tokenizer, self.texts)
-        return await self._answer(request, body, [*body.prompts], make, body.params(self.most_tokens, structured_of(body)))
+        return Asked(body, [*body.prompts], make, body.params(self.most_tokens, structured_of(body)))
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
-        body = parse(ChatBody, await self._read(request))
+        return await self._answer(request, await self._read(request, self._chat))
+
+    def _chat(self, data: dict[str, Any]) -> Asked:
+        body = parse(ChatBody, data)
         check_model(body.model, self.model)
         if not self.tokenizer.has_chat_template:
             raise bad_field("messages", "a checkpoint with a chat template", "one without: send a prompt to /v1/completions")
         tools = read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
         make = partial(ChatWriter, body, self.model, self.tokenizer, self.texts, tools=tools)
-        params = body.params(self.most_tokens, structured_of(body, tools))
-        return await self._answer(request, body, [conversation_of(body, tools)], make, params)
+        return Asked(body, [conversation_of(body, tools)], make, body.params(self.most_tokens, structured_of(body, tools)))
 
-    async def _answer(self, request: Request, body: Body, prompts: list[Prompt], make: Make, params: SamplingParams) -> Response:
+    async def _answer(self, request: Request, asked: Asked) -> Response:
         """Serve a request; a stream begins once its prompts have been accepted."""
+        body, prompts, params = asked.body, asked.prompts, asked.params
         if body.priority and not self.options.allow_priority:
             raise bad_field("priority", "0, unless the server runs with server.allow_priority=true", body.priority)
         with ExitStack() as held:
@@ -182,7 +215,7 @@ class Api:
                 generation = await unless_gone(request.receive, begun)
             record = record_of(request.scope)
             record.generation = generation
-            writer = make(generation)
+            writer = asked.make(generation)
             if body.stream:
                 return EventStream(self._events(writer, record), held.pop_all())
             return _json(await unless_gone(request.receive, _whole(writer)))
@@ -222,36 +255,41 @@ class Api:
 
     async def tokenize(self, request: Request) -> Response:
         """``POST /tokenize``: the ids of a text or of messages."""
-        data = await self._read(request)
-        if "messages" in data:
-            body = parse(ChatBody, data)
-            check_model(body.model, self.model)
-            if not self.tokenizer.has_chat_template:
-                raise bad_field("messages", "a checkpoint with a chat template", "one without")
-            conversation = conversation_of(body, read_tools(body.tools, body.tool_choice))
-            length, encode = length_of(conversation), partial(self.tokenizer.chat, conversation)
-        else:
-            _only(data, "model", "prompt", "add_special_tokens", "return_token_strs")
-            check_model(data.get("model"), self.model)
-            special, spelled = data.get("add_special_tokens", True), data.get("return_token_strs", False)
-            for name, value in (("add_special_tokens", special), ("return_token_strs", spelled)):
-                conform(name, value, bool, RequestError)
-            text = check_text("prompt", data.get("prompt"))
-            check_fits("prompt", text, self.tokenizer.folder, self.plan.max_context)
-            length, encode = len(text), partial(self.tokenizer.encode if special else self.tokenizer.words, text)
+        length, encode, spelled = await self._read(request, self._encoding)
 
         def answer() -> bytes:
             tokens = encode()
             if len(tokens) > self.most_values:
                 raise bad_field("prompt", f"at most {self.most_values} tokens", f"{len(tokens)} of them")
             document = {"count": len(tokens), "max_model_len": self.plan.max_context, "tokens": tokens}
-            return spell(document | ({"token_strs": [self.texts(token) for token in tokens]} if data.get("return_token_strs") else {}))
+            return spell(document | ({"token_strs": [self.texts(token) for token in tokens]} if spelled else {}))
 
         return await self._work(request, answer, length)
 
+    def _encoding(self, data: dict[str, Any]) -> tuple[int, Callable[[], list[int]], bool]:
+        """Characters of what is to be encoded, a function that does it, and whether the tokens' texts are wanted too."""
+        if "messages" in data:
+            body = parse(ChatBody, data)
+            check_model(body.model, self.model)
+            if not self.tokenizer.has_chat_template:
+                raise bad_field("messages", "a checkpoint with a chat template", "one without")
+            conversation = conversation_of(body, read_tools(body.tools, body.tool_choice))
+            return length_of(conversation), partial(self.tokenizer.chat, conversation), False
+        _only(data, "model", "prompt", "add_special_tokens", "return_token_strs")
+        check_model(data.get("model"), self.model)
+        special, spelled = data.get("add_special_tokens", True), data.get("return_token_strs", False)
+        for name, value in (("add_special_tokens", special), ("return_token_strs", spelled)):
+            conform(name, value, bool, RequestError)
+        text = check_text("prompt", data.get("prompt"))
+        check_fits("prompt", text, self.tokenizer.folder, self.plan.max_context)
+        return len(text), partial(self.tokenizer.encode if special else self.tokenizer.words, text), spelled
+
     async def detokenize(self, request: Request) -> Response:
         """``POST /detokenize``."""
-        data = await self._read(request)
+        tokens = await self._read(request, self._tokens)
+        return await self._work(request, lambda: spell({"prompt": self.tokenizer.decode(tokens)}), len(tokens))
+
+    def _tokens(self, data: dict[str, Any]) -> list[int]:
         _only(data, "model", "tokens")
         check_model(data.get("model"), self.model)
         tokens, vocab, most = data.get("tokens"), self.plan.target.vocab_size, self.plan.max_context
@@ -259,7 +297,7 @@ class Api:
             raise bad_field("tokens", f"at most {most} of them", len(tokens))
         if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < vocab for token in tokens):
             raise bad_field("tokens", f"a list of token ids from 0 to {vocab - 1}", "something else")
-        return await self._work(request, lambda: spell({"prompt": self.tokenizer.decode(tokens)}), len(tokens))
+        return tokens
 
     async def _work(self, request: Request, answer: Callable[[], bytes], length: int) -> Response:
         """A response that a thread makes, in one slot."""

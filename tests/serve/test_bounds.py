@@ -116,16 +116,17 @@ def test_halves_of_characters() -> None:
             parse_json(b'{"a": "' + text + b'"}', MOST_VALUES)
 
 
-def test_a_large_body_is_parsed_by_a_thread_of_its_own(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it is being parsed, others are answered."""
-    go, parse, threads = threading.Event(), app.parse_json, []
+@pytest.mark.parametrize("step", ["parse_json", "check_bounds", "parse", "structured_of"])
+def test_a_large_body_is_read_by_a_thread_of_its_own(server: Served, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """While it is being parsed and checked, others are answered."""
+    go, work, threads = threading.Event(), getattr(app, step), []
 
-    def held(body: bytes, most: int) -> dict[str, Any]:
+    def held(*arguments: Any) -> Any:
         threads.append(threading.current_thread().name)
-        assert len(body) < 2**18 or go.wait(PATIENCE)
-        return parse(body, most)
+        assert len(threads) > 1 or go.wait(PATIENCE)
+        return work(*arguments)
 
-    monkeypatch.setattr(app, "parse_json", held)
+    monkeypatch.setattr(app, step, held)
     connection = server.connect()
     connection.sendall(raw_post(json.dumps({"prompt": "w7", "max_tokens": 1, "metadata": {"a": [" " * 2**18]}}).encode()))
     wait_for(lambda: threads)
