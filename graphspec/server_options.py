@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 
-from .checks import INT32_MOST, check_fields, in_range
+from .checks import INT32_MOST, brief, check_fields, in_range, one_of
 from .errors import ConfigError
 
 MOST_SECONDS = 10**7
 MOST_BYTES = 2**30
 MOST_WAITING = 10**6
 LEAST_SECONDS = 0.05
+HOST = re.compile(r"\*|[\w.-]+|\[[0-9a-fA-F:.]+\]")
+ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d+)?")
 
 
 @dataclass(kw_only=True)
@@ -25,6 +28,15 @@ class ServerConfig:
     """The model's name in ``/v1/models`` and in requests; null: the last part of model.path."""
     api_key_file: str | None = None
     """A file of API keys, one per line, one of which every request must have (``Authorization: Bearer KEY``); null: no key is needed."""
+    allowed_hosts: list[str] = field(default_factory=list)
+    """Names that the ``Host`` header of a request may have, without a port; ``*``: any. Empty: localhost, 127.0.0.1 and [::1] where the
+    server listens at a loopback address, so that no page in a browser reaches it under a name of its own; any elsewhere."""
+    cors_origins: list[str] = field(default_factory=list)
+    """Origins of web pages that may read answers (``https://app.example``), or ``*``: any. Empty: none."""
+    access_log: str = "text"
+    """A line on stderr for every request: ``text``, ``json`` or ``off``. It has figures, never a prompt or an output."""
+    allow_priority: bool = False
+    """Requests may have a ``priority`` other than 0, which lets them overtake those of other clients."""
     max_waiting: int = 256
     """Requests that may wait, in addition to those that run, where runtime.max_queued is null; one more gets status 503."""
     max_body_bytes: int = 4 * 2**20
@@ -44,6 +56,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "server", paths=("api_key_file",))
+        one_of("server.access_log", self.access_log, ("text", "json", "off"))
         in_range("server.port", self.port, 0, 65535)
         in_range("server.max_waiting", self.max_waiting, 0, MOST_WAITING)
         in_range("server.max_body_bytes", self.max_body_bytes, 1, MOST_BYTES)
@@ -53,3 +66,9 @@ class ServerConfig:
         for name in ("host", "model_name"):
             if getattr(self, name) == "":
                 raise ConfigError(f"server.{name}", "text", "''")
+        for place, host in enumerate(self.allowed_hosts):
+            if not HOST.fullmatch(host):
+                raise ConfigError(f"server.allowed_hosts[{place}]", "a host without a port (api.example, [::1]), or *", brief(host))
+        for place, origin in enumerate(self.cors_origins):
+            if not ORIGIN.fullmatch(origin):
+                raise ConfigError(f"server.cors_origins[{place}]", "an origin such as https://app.example:8443, or *", brief(origin))

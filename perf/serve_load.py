@@ -84,8 +84,8 @@ class Target:
     async def send(self, body: bytes, declared: int | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Post a body on a new connection."""
         reader, writer = await asyncio.open_connection(self.host, self.port)
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {self.host}\r\nConnection: close\r\nContent-Length: {declared or len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
+        headers = f"Host: {self.host}\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {declared or len(body)}"
+        writer.write(f"POST /v1/completions HTTP/1.1\r\n{headers}\r\n\r\n".encode() + body)
         await writer.drain()
         return reader, writer
 
@@ -275,7 +275,7 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=8, help="requests at once when capacity is measured; the server's rows")
     parser.add_argument("words", nargs="*", help="configuration of the server: variant=eagle3 model=demo ...")
     arguments = parser.parse_args()
-    words = [f"runtime.max_rows={arguments.users}", "server.max_waiting=16", *arguments.words, "server.port=0"]
+    words = [f"runtime.max_rows={arguments.users}", "server.max_waiting=16", "server.access_log=off", *arguments.words, "server.port=0"]
     command = [sys.executable, "-m", "graphspec.cli", "serve", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -24,6 +24,7 @@ from graphspec import load_config
 from graphspec.checks import check_fields, in_range
 from graphspec.command_options import LaunchConfig
 from graphspec.errors import ConfigError, GraphspecError
+from graphspec.serve.access import hosts_of
 from graphspec.serve.run import check_packages, load_api, read_keys, served_name
 from graphspec.server_options import ServerConfig
 
@@ -91,7 +92,9 @@ class Replica:
 
     def __init__(self, config: LaunchConfig) -> None:
         self.api = load_api(config, read_keys(config))
-        self.asgi = Named(self.api.app(), serve.get_replica_context().replica_id.unique_id)
+        # Ray's proxy listens, wherever that is: its names are checked where they are given.
+        hosts = hosts_of(config.server) if config.server.allowed_hosts else None
+        self.asgi = Named(self.api.app(hosts), serve.get_replica_context().replica_id.unique_id)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self.asgi

@@ -14,14 +14,24 @@ LOOK_AHEAD = 16
 MOST_OVERTAKEN = 16
 """Later requests that may be admitted before one that does not fit. Small requests use the pages while a large one waits, but after this
 many of them all others wait for it."""
+MOST_OUTRANKED = 16
+"""Later requests of a lower ``priority`` value that may be admitted before the oldest one that waits. Then that one goes first, and so at
+least one row in seventeen is given by arrival: nobody waits for ever, and most rows go by priority however many others wait."""
 
 
 class Queue:
-    """Requests that wait for a row: lowest ``priority`` first, then earliest arrival."""
+    """Requests that wait for a row: lowest ``priority`` first, then earliest arrival.
+
+    A request that has ``m`` older ones before it is admitted after at most ``(m + 1) * MOST_OUTRANKED`` later ones, given that it fits.
+    """
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
         """In order. The scheduler checks this list before it calls :meth:`admit`: usually it is empty."""
+        self._arrivals: list[Request] = []
+        """The same in order of arrival."""
+        self._outranked = 0
+        """Later requests that were admitted since the oldest one last was."""
 
     def __contains__(self, request: Request) -> bool:
         place = bisect_left(self.requests, request.precedence(), key=Request.precedence)
@@ -30,10 +40,12 @@ class Queue:
     def add(self, request: Request) -> None:
         """Queue a request; a preempted one gets its old place."""
         insort(self.requests, request, key=Request.precedence)
+        insort(self._arrivals, request, key=_arrival)
 
     def remove(self, request: Request) -> None:
         """Remove a request, which must be in the queue."""
         del self.requests[bisect_left(self.requests, request.precedence(), key=Request.precedence)]
+        del self._arrivals[bisect_left(self._arrivals, request.arrival, key=_arrival)]
         request.overtaken = 0
 
     def admit(self, place: Callable[[Request], bool]) -> None:
@@ -45,14 +57,30 @@ class Queue:
         passed: list[Request] = []
         # The requests passed over are the first of the queue.
         while len(passed) <= LOOK_AHEAD and len(passed) < len(self.requests):
-            request = self.requests[len(passed)]
+            if not passed and self._outranked >= MOST_OUTRANKED:
+                self._promote(self._arrivals[0])
+            request, oldest = self.requests[len(passed)], self._arrivals[0]
             if not place(request):
                 passed.append(request)
             else:
+                self._outranked = 0 if request is oldest else self._outranked + 1
                 for other in passed:
                     other.overtaken += 1
             if any(other.overtaken >= MOST_OVERTAKEN for other in passed):
                 return
+
+    def _promote(self, request: Request) -> None:
+        """Give the oldest request the highest priority that waits, for good: it must not be preempted for those that it now goes before."""
+        first = self.requests[0]
+        if request is not first:
+            overtaken = request.overtaken
+            self.remove(request)
+            request.priority, request.overtaken = first.priority, overtaken
+            self.add(request)
+
+
+def _arrival(request: Request) -> int:
+    return request.arrival
 
 
 class Deadlines:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Self
+from functools import partial
+from typing import Any, Self, TypeGuard, TypeVar
 
 from ..shapes import GREEDY
 from .events import Stream
 from .llm import LLM
 from .outputs import StreamEvent
-from .priority import Deadline, Priority
+from .priority import CacheSalt, Deadline, Priority
 from .prompts import Params, Prompt, one_of_params
-from .text import conversations
+from .request import SamplingParams
+from .text import Conversation, conversations
+from .workers import Workers
+
+Result = TypeVar("Result")
+LONG_TEXT = 65536
+"""Characters or token ids from which a call counts as long."""
+THREADS = 2
+"""Of each kind of work."""
 
 
 class AsyncStream:
@@ -65,6 +74,8 @@ class AsyncLLM:
         self.llm = llm if llm is not None else LLM(**arguments)
         """The same engine for callers that wait."""
         self.llm.warm_up(self.llm.plan.max_rows, sampling=GREEDY)
+        # Apart, so that short texts wait neither for long ones nor for grammars.
+        self._short, self._long, self._grammars = (Workers(name, THREADS) for name in ("texts", "long texts", "grammars"))
 
     async def generate(
         self,
@@ -74,6 +85,7 @@ class AsyncLLM:
         sampling_params: Params = None,
         priority: Priority = 0,
         deadline: Deadline = None,
+        cache_salt: CacheSalt = None,
     ) -> AsyncGenerator[StreamEvent, None]:
         """Yields the tokens of every prompt as they are accepted, as :meth:`graphspec.engine.llm.LLM.stream` does.
 
@@ -84,13 +96,19 @@ class AsyncLLM:
             ResourceError: the engine is closed, or memory ran out.
         """
         chosen = one_of_params(params, sampling_params)
-        stream = await self.submit(prompts, chosen, priority=priority, deadline=deadline)
+        stream = await self.submit(prompts, chosen, priority=priority, deadline=deadline, cache_salt=cache_salt)
         async with aclosing(stream.events()) as events:
             async for event in events:
                 yield event
 
     async def submit(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, priority: Priority = 0, deadline: Deadline = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        priority: Priority = 0,
+        deadline: Deadline = None,
+        cache_salt: CacheSalt = None,
     ) -> AsyncStream:
         """Queue every prompt, and return as soon as they are checked; :meth:`AsyncStream.events` has the tokens.
 
@@ -104,9 +122,26 @@ class AsyncLLM:
             # The engine takes the error of a loop that was closed as leaving.
             loop.call_soon_threadsafe(changed.set)
 
-        # Long texts take long to encode.
-        stream = await asyncio.to_thread(self.llm.submit, prompts, params, wake, priority=priority, deadline=deadline)
-        return AsyncStream(stream, changed)
+        submit = partial(self.llm.submit, prompts, params, wake, priority=priority, deadline=deadline, cache_salt=cache_salt)
+        compiles = any(isinstance(each, SamplingParams) and each.structured for each in (params if _is_list(params) else [params]))
+        return AsyncStream(await (self._grammars.run(submit) if compiles else self.work(submit, length_of(prompts))), changed)
+
+    async def work(self, job: Callable[[], Result], length: int = 0) -> Result:
+        """The result of ``job``, called by a thread for work with texts.
+
+        Args:
+            job: the work.
+            length: of the texts, in characters; those of :data:`LONG_TEXT` or more have threads of their own.
+
+        Raises:
+            Exception: what the job raises.
+        """
+        return await (self._long if length >= LONG_TEXT else self._short).run(job)
+
+    @property
+    def stuck_seconds(self) -> float:
+        """How long all threads for texts of one kind have been at their present work; 0 while one is free."""
+        return max(self._short.stuck_seconds, self._long.stuck_seconds)
 
     def chat(
         self,
@@ -116,10 +151,27 @@ class AsyncLLM:
         sampling_params: Params = None,
         priority: Priority = 0,
         deadline: Deadline = None,
+        cache_salt: CacheSalt = None,
     ) -> AsyncGenerator[StreamEvent, None]:
         """Like :meth:`generate`, for conversations as :meth:`graphspec.engine.llm.LLM.chat` takes them."""
         chosen = one_of_params(params, sampling_params)
-        return self.generate(conversations(messages), chosen, priority=priority, deadline=deadline)
+        return self.generate(conversations(messages), chosen, priority=priority, deadline=deadline, cache_salt=cache_salt)
+
+    async def ping(self) -> None:
+        """Wait until the engine's thread answers, which it does between two steps. An engine that is broken tries to recover first.
+
+        Raises:
+            ResourceError: the engine is closed.
+            Exception: the one that recovery raised.
+        """
+        loop, answered = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(answered.set)
+
+        handle = self.llm.ping(wake)
+        await answered.wait()
+        handle.take()
 
     async def close(self) -> None:
         """End the engine's thread; open calls, of :attr:`llm` too, end with an error, later ones are refused."""
@@ -130,3 +182,22 @@ class AsyncLLM:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def length_of(prompts: object) -> int:
+    """Characters and token ids of prompts that are not checked yet."""
+    if isinstance(prompts, str):
+        return len(prompts)
+    if isinstance(prompts, Conversation):
+        return length_of(prompts.messages)
+    if isinstance(prompts, Mapping):
+        return sum(length_of(value) for value in prompts.values())
+    if not _is_list(prompts):
+        return 0
+    if prompts and isinstance(prompts[0], int):
+        return len(prompts)
+    return sum(length_of(entry) for entry in prompts)
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, list | tuple)

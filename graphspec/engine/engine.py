@@ -130,6 +130,17 @@ class Engine:
         handle.wait()
         return results[0]
 
+    def ping(self, notify: Callable[[], None]) -> Handle:
+        """Have the driving thread answer between two steps, and return at once. An engine that is broken tries to recover first.
+
+        Args:
+            notify: called by the driving thread when it answers; it must not block.
+
+        Raises:
+            ResourceError: as for :meth:`submit`.
+        """
+        return self._submit(Call(work=lambda: None, notify=notify))
+
     def prepare(self, requests: int, *classes: SamplingClass) -> None:
         """Build the programs that this many requests of each class can need, and time the draft depths that have no times yet.
 

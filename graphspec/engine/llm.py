@@ -41,7 +41,7 @@ from .folders import DEMO, draft_folder, model_folder
 from .grammar import Grammars
 from .launcher import Launcher
 from .outputs import Metrics, Output, StreamEvent, TreeSnapshot, make_output, summarise
-from .priority import Deadline, Priority, set_priority_and_deadline
+from .priority import CacheSalt, Deadline, Priority, set_call_options
 from .programmatic import resolve as resolve_programmatic
 from .prompts import Params, Prompt, make_requests, one_of_params
 from .proposer import Proposer
@@ -125,6 +125,7 @@ class LLM:
         self._engine = Engine(self.cycle, self._load_proposer(), self._adaptive_depth(), progress)
         self.load = self._engine.load
         """What there is to do now, as :class:`graphspec.engine.meter.Load`; any thread may ask."""
+        self.ping = self._engine.ping
         self._acceptance_test = AcceptanceTest(self.plan)
         self._grammars = Grammars(self.plan)
         if self.plan.runtime.captured:
@@ -275,6 +276,7 @@ class LLM:
         sampling_params: Params = None,
         priority: Priority = 0,
         deadline: Deadline = None,
+        cache_salt: CacheSalt = None,
     ) -> list[Output]:
         """Generate for every prompt; a request that can't be served comes back with ``finish_reason="error"``, the others finish.
 
@@ -290,6 +292,7 @@ class LLM:
             sampling_params: another name of ``params``.
             priority: the lower, the earlier requests get a row, before those of other calls too; one for all prompts, or one per prompt.
             deadline: seconds after which requests end with what they have, ``finish_reason="deadline"``; the same.
+            cache_salt: pages of common beginnings are shared only among requests with the same text here, or with None; the same.
 
         Returns:
             The outputs in the order of the prompts, ``params.n`` for each.
@@ -302,7 +305,7 @@ class LLM:
         check_progress(progress)
         check_launcher(launcher)
         requests = self._requests(prompts, one_of_params(params, sampling_params))
-        set_priority_and_deadline(requests, priority, deadline)
+        set_call_options(requests, priority, deadline, cache_salt)
         most = sum(r.budget for r in requests)
         exclusive = Exclusive(launcher) if launcher is not None else None
         served = [r for r in requests if r.finish_reason is None]
@@ -319,13 +322,14 @@ class LLM:
         sampling_params: Params = None,
         priority: Priority = 0,
         deadline: Deadline = None,
+        cache_salt: CacheSalt = None,
     ) -> Iterator[StreamEvent]:
         """Like :meth:`generate`, but yields tokens as they are accepted. Closing the iterator early aborts what is left.
 
         Raises:
             RequestError: the single prompt of the call can't be served.
         """
-        stream = self.submit(prompts, one_of_params(params, sampling_params), priority=priority, deadline=deadline)
+        stream = self.submit(prompts, one_of_params(params, sampling_params), priority=priority, deadline=deadline, cache_salt=cache_salt)
         try:
             while not stream.ended:
                 yield from stream.wait()
@@ -340,14 +344,14 @@ class LLM:
         *,
         priority: Priority = 0,
         deadline: Deadline = None,
+        cache_salt: CacheSalt = None,
     ) -> Stream:
         """Queue every prompt and return at once; the engine's own thread serves them. Dropping what is returned aborts them.
 
         Args:
             prompts: as for :meth:`generate`.
             params: as for :meth:`generate`.
-            priority: as for :meth:`generate`.
-            deadline: as for :meth:`generate`.
+            priority, deadline, cache_salt: as for :meth:`generate`.
             notify: called by the engine's thread whenever there is something to take; it may not block.
 
         Raises:
@@ -355,7 +359,7 @@ class LLM:
             ResourceError: the engine is closed.
         """
         requests = self._requests(prompts, params)
-        set_priority_and_deadline(requests, priority, deadline)
+        set_call_options(requests, priority, deadline, cache_salt)
         served = [request for request in requests if request.finish_reason is None]
         handle = self._engine.submit(served, notify=notify) if served else None
         return Stream(requests, handle, self._text, self._note)
@@ -374,6 +378,7 @@ class LLM:
         sampling_params: Params = None,
         priority: Priority = 0,
         deadline: Deadline = None,
+        cache_salt: CacheSalt = None,
     ) -> list[Output]:
         """Like :meth:`generate`, for conversations: the assistant's next turn, by the checkpoint's own chat template.
 
@@ -382,15 +387,14 @@ class LLM:
             params: one for all conversations, or one per conversation; default greedy, 128 tokens.
             progress: called as ``progress("generate", tokens, most tokens)``.
             sampling_params: another name of ``params``.
-            priority: as for :meth:`generate`.
-            deadline: as for :meth:`generate`.
+            priority, deadline, cache_salt: as for :meth:`generate`.
 
         Raises:
             CheckpointError: the checkpoint has no chat template, or a broken one.
             RequestError: the single conversation of the call can't be served.
         """
         prompts, params = conversations(messages), one_of_params(params, sampling_params)
-        return self.generate(prompts, params, progress, priority=priority, deadline=deadline)
+        return self.generate(prompts, params, progress, priority=priority, deadline=deadline, cache_salt=cache_salt)
 
     def stream_chat(
         self,
@@ -400,9 +404,12 @@ class LLM:
         sampling_params: Params = None,
         priority: Priority = 0,
         deadline: Deadline = None,
+        cache_salt: CacheSalt = None,
     ) -> Iterator[StreamEvent]:
         """Like :meth:`stream`, for conversations as :meth:`chat` takes them."""
-        return self.stream(conversations(messages), one_of_params(params, sampling_params), priority=priority, deadline=deadline)
+        return self.stream(
+            conversations(messages), one_of_params(params, sampling_params), priority=priority, deadline=deadline, cache_salt=cache_salt
+        )
 
     def check(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[str | None]:
         """Check requests as :meth:`generate` does, without compiling or running anything.

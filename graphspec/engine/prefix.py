@@ -17,7 +17,8 @@ class PrefixCache:
 
     A page's key is a hash chain over the key of the page before, its own tokens, and the Y tokens after them, since the last Y rows of the
     draft KV depend on those if the drafter has one head per step. Nothing else that target and draft KV depend on differs between the
-    requests of an engine, except the length of the prompt if RoPE depends on it: then the chain starts with that.
+    requests of an engine, except the length of the prompt if RoPE depends on it: then the chain starts with that. The ``cache_salt`` of a
+    request is at its start as well, so that pages are shared only among requests that have the same.
 
     Args:
         plan: every static number.
@@ -119,7 +120,14 @@ class PrefixCache:
         keys, size = request.page_keys, self.plan.page_size
         while len(keys) <= index:
             begin = len(keys) * size
-            before = keys[-1] if keys else str(len(request.prompt) if self._by_length else 0).encode()
+            before = keys[-1] if keys else self._start(request)
             tokens = array("q", request.known(begin, begin + size + self._lookahead))
             keys.append(hashlib.blake2b(before + tokens.tobytes(), digest_size=32).digest())
         return keys[index]
+
+    def _start(self, request: Request) -> bytes:
+        """What the first page's key depends on in addition to tokens."""
+        length = str(len(request.prompt) if self._by_length else 0).encode()
+        if request.cache_salt is None:
+            return length
+        return length + b":" + hashlib.blake2b(request.cache_salt.encode(), digest_size=32).digest()

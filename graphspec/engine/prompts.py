@@ -14,6 +14,7 @@ from .grammar import Grammars
 from .request import Request, SamplingParams, check_params, check_prompt
 from .stops import OutputText, StopCheck
 from .text import Conversation, Tokenizer
+from .text_bounds import check_fits
 
 
 class TextPrompt(TypedDict):
@@ -193,6 +194,7 @@ def make_requests(
         CheckpointError: the single prompt is a text, and there is no tokenizer.
     """
     single, many = split_prompts(prompts)
+    encode = _bounded(encode, plan, tokenizer)
     grammars = grammars or Grammars(plan)
     if one and len(many) != 1:
         raise RequestError("prompt", "one prompt", f"{len(many)} of them")
@@ -210,10 +212,21 @@ def make_requests(
         except (RequestError, CheckpointError) as error:
             if single or one:
                 raise
-            request.finish_reason, request.error = "error", str(error)
+            request.finish_reason, request.error, request.refusal = "error", str(error), error.with_traceback(None)
         requests.append(request)
         requests += [_another(request, param, sample) for sample in range(1, param.n)]
     return requests
+
+
+def _bounded(encode: Encode, plan: Plan, tokenizer: Callable[[], Tokenizer]) -> Encode:
+    """``encode``, which refuses a text that is too long for the context before it encodes it, where its length alone says so."""
+
+    def encode_if_it_fits(prompt: str | Conversation, **options: bool) -> list[int]:
+        if isinstance(prompt, str) and len(prompt) >= plan.max_context:
+            check_fits("prompt", prompt, tokenizer().folder, plan.max_context)
+        return encode(prompt, **options)
+
+    return encode_if_it_fits
 
 
 def _add_texts(request: Request, plan: Plan, tokenizer: Callable[[], Tokenizer]) -> None:

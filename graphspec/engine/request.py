@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Protocol
 
 from ..checks import INT32_MOST, brief, check_fields, in_range
 from ..config import SamplingConfig, check_sampling
-from ..errors import RequestError
+from ..errors import GraphspecError, RequestError
 from ..graphs.grammar import Grammar
 from ..plan import Plan
 from ..shapes import GREEDY, SamplingClass
@@ -249,6 +249,8 @@ class Request:
     """Lower ones are served first."""
     deadline: float | None = None
     """Seconds after its arrival at which it ends with the tokens it has."""
+    cache_salt: str | None = None
+    """It shares pages only with requests that have the same."""
     sample: int = 0
     """Its place among the ``n`` outputs of its prompt."""
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -265,6 +267,8 @@ class Request:
     """Of the prompt's tokens after the first, as far as they are known."""
     finish_reason: str | None = None
     error: str | None = None
+    refusal: GraphspecError | None = None
+    """The error of a request that can't be served."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     row: int | None = None
     pages: list[int] = field(default_factory=list)

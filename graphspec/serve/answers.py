@@ -45,6 +45,11 @@ class Writer(ABC):
         document: Json = {**self._head, "object": kind, "choices": choices}
         return document | ({"usage": self.generation.usage()} if usage else {})
 
+    def _figures(self, document: Json) -> Json:
+        """The document with the request's ``metrics``, if there are any."""
+        speculation = self.generation.speculation()
+        return document | ({"metrics": {"speculative_decoding": speculation}} if speculation is not None else {})
+
     def chunks(self, event: StreamEvent) -> list[Json]:
         """The chunks of a stream for an event; none for an event without content."""
         usage, choice = self.body.streaming.continuous_usage_stats, self.generation.choice(event)
@@ -58,7 +63,7 @@ class Writer(ABC):
 
     def last_chunk(self) -> list[Json]:
         """The chunks after the last event: usage, if it was requested."""
-        return [self._document(self.chunk_object, [], usage=True)] if self.body.streaming.include_usage else []
+        return [self._figures(self._document(self.chunk_object, [], usage=True))] if self.body.streaming.include_usage else []
 
     def whole(self, events: list[StreamEvent]) -> Json:
         """The whole response, for a request that does not stream."""
@@ -67,7 +72,7 @@ class Writer(ABC):
             choice = self.generation.choice(event)
             piece = self._piece(choice, event, first=choice not in choices)
             choices[choice] = self._join(choices[choice], piece) if choice in choices else piece
-        return self._document(self.whole_object, [self._closed(choices[choice]) for choice in sorted(choices)], usage=True)
+        return self._figures(self._document(self.whole_object, [self._closed(choices[choice]) for choice in sorted(choices)], usage=True))
 
     def _piece(self, choice: int, event: StreamEvent, *, first: bool) -> Json:
         """The part of a choice that an event adds."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import ExitStack, aclosing
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -18,16 +21,19 @@ from starlette.types import Receive, Scope, Send
 
 from .. import __version__
 from ..checks import conform
-from ..engine.async_llm import AsyncLLM
+from ..engine.async_llm import AsyncLLM, length_of
 from ..engine.prompts import Prompt
 from ..engine.request import SamplingParams
 from ..engine.text import check_text
+from ..engine.text_bounds import check_fits, fewest_tokens
 from ..errors import GraphspecError, RequestError
 from ..server_options import ServerConfig
+from .access import Access, Hosts, Lengths, Record, record_of
 from .answers import DONE, ChatWriter, CompletionWriter, Writer, spell, sse
+from .bodies import LARGE_BODY, MOST_VALUES, parse_json, read_body
 from .errors import ApiError, bad_field, from_engine, internal, unusable
 from .generation import Generation
-from .limits import ClientGone, Keys, Slots, read_json, unless_gone
+from .limits import ClientGone, Keys, Slots, check_bounds, check_prompt_sizes, unless_gone
 from .messages import conversation_of
 from .metrics import CONTENT_TYPE, Metrics
 from .protocol import Body, ChatBody, CompletionBody, check_model, parse
@@ -36,7 +42,30 @@ from .tools import MARKS, read_tools
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[Request], Awaitable[Response]]
+GONE = 499
+"""Status of a request whose client has disconnected, as nginx logs it."""
+HEALTH_SECONDS = 1.0
+STUCK_SECONDS = 30.0
+"""Far above what a text that may fit the context takes."""
+Result = TypeVar("Result")
 Make = Callable[[Generation], Writer]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request for text, checked as far as that needs no tokenizer.
+
+    Attributes:
+        body: its fields.
+        prompts: of the request.
+        make: makes the writer of its response.
+        params: for all prompts.
+    """
+
+    body: Body
+    prompts: list[Prompt]
+    make: Make
+    params: SamplingParams
 
 
 class Api:
@@ -56,25 +85,50 @@ class Api:
         waiting = options.max_waiting if self.plan.max_queued is None else self.plan.max_queued
         self.slots = Slots(self.plan.max_rows + waiting)
         self.metrics = Metrics(model, self.plan, engine.load, engine.capture_report)
+        self.most_values = max(MOST_VALUES, 2 * self.plan.max_context)
+        # Reads the file once, before anybody waits for it.
+        fewest_tokens("", self.tokenizer.folder)
+        self._ping: asyncio.Future[None] | None = None
         self.most_tokens = min(options.max_tokens or self.plan.max_context, self.plan.max_context)
 
-    def app(self) -> Starlette:
-        """The application."""
+    def app(self, hosts: Collection[str] | None = None) -> Starlette:
+        """The application.
+
+        Args:
+            hosts: names that the ``Host`` header may have (:func:`~graphspec.serve.access.hosts_of`); None: any.
+        """
         routes = {
             ("/v1/completions", "POST"): self.completions,
             ("/v1/chat/completions", "POST"): self.chat,
             ("/v1/models", "GET"): self.models,
+            ("/v1/models/{name:path}", "GET"): self.one_model,
             ("/tokenize", "POST"): self.tokenize,
             ("/detokenize", "POST"): self.detokenize,
         }
-        opened = {("/health", "GET"): self.health, ("/version", "GET"): self.version, ("/metrics", "GET"): self.scrape}
-        return Starlette(
-            routes=[
-                *(Route(path, self._guarded(handler), methods=[method]) for (path, method), handler in routes.items()),
-                *(Route(path, handler, methods=[method]) for (path, method), handler in opened.items()),
-            ],
-            exception_handlers={ApiError: self._refuse, GraphspecError: self._refuse, HTTPException: self._refuse, ClientGone: _gone},
-        )
+        opened = {
+            ("/health", "GET"): self.health,
+            ("/live", "GET"): self.live,
+            ("/version", "GET"): self.version,
+            ("/metrics", "GET"): self.scrape,
+        }
+        routed = [
+            *(Route(path, self._guarded(handler), methods=[method]) for (path, method), handler in routes.items()),
+            *(Route(path, handler, methods=[method]) for (path, method), handler in opened.items()),
+        ]
+        handlers = {ApiError: self._refuse, GraphspecError: self._refuse, HTTPException: self._refuse, ClientGone: _gone}
+        access = Middleware(Access, style=self.options.access_log)
+        checks = [Middleware(Lengths, refuse=self._refuse), Middleware(Hosts, names=hosts, refuse=self._refuse)]
+        middleware = [access, *checks, *self._cors()]
+        app = Starlette(routes=routed, middleware=middleware, exception_handlers=handlers)
+        app.router.redirect_slashes = False
+        return app
+
+    def _cors(self) -> list[Middleware]:
+        """Lets the pages of ``server.cors_origins`` read answers."""
+        if not self.options.cors_origins:
+            return []
+        allowed = {"allow_methods": ("GET", "POST"), "allow_headers": ("*",), "expose_headers": ("X-Request-Id",)}
+        return [Middleware(CORSMiddleware, allow_origins=self.options.cors_origins, **allowed)]
 
     def _guarded(self, handler: Handler) -> Handler:
         """The handler after a check of the API key, with errors as responses."""
@@ -91,51 +145,81 @@ class Api:
 
         return checked
 
-    async def _refuse(self, _: Request, error: Exception) -> Response:
+    async def _refuse(self, request: Request, error: Exception) -> Response:
         """The response to an error."""
         if isinstance(error, HTTPException):
-            error = ApiError(error.status_code, error.detail)
+            methods = {*(error.headers or {}).get("Allow", "").split(", "), "OPTIONS"} - {""}
+            allow = ", ".join(sorted(methods)) if error.status_code == 405 else None
+            if allow is not None and request.method == "OPTIONS":
+                return Response(status_code=204, headers={"Allow": allow})
+            error = ApiError(error.status_code, error.detail, allow=allow)
         elif isinstance(error, GraphspecError):
             error = from_engine(error)
         assert isinstance(error, ApiError)
         self.metrics.refuse(error.status)
         return _json(error.body, error.status, error.headers)
 
-    async def _read(self, request: Request) -> dict[str, Any]:
-        return await read_json(request, self.options.max_body_bytes, self.options.read_seconds)
+    async def _read(self, request: Request, understand: Callable[[dict[str, Any]], Result]) -> Result:
+        """What a body says. A large one is parsed and checked by a thread of its own, so that others are served meanwhile.
+
+        Args:
+            request: the request.
+            understand: makes it of the body's JSON object, whose fields have sizes that can be served.
+        """
+        with self.metrics.preparing("reading"):
+            body = await read_body(request, self.options.max_body_bytes, self.options.read_seconds)
+
+            def read() -> Result:
+                data = parse_json(body, self.most_values)
+                check_bounds(data, self.plan)
+                check_prompt_sizes(data.get("prompt"), self.plan, self.slots.most)
+                return understand(data)
+
+            return read() if len(body) < LARGE_BODY else await self.llm.work(read, len(body))
 
     async def completions(self, request: Request) -> Response:
         """``POST /v1/completions``."""
-        body = parse(CompletionBody, await self._read(request))
+        return await self._answer(request, await self._read(request, self._completion))
+
+    def _completion(self, data: dict[str, Any]) -> Asked:
+        body = parse(CompletionBody, data)
         check_model(body.model, self.model)
         make = partial(CompletionWriter, body, self.model, self.tokenizer)
-        return await self._answer(request, body, body.prompts, make, body.params(self.most_tokens, structured_of(body)))
+        return Asked(body, body.prompts, make, body.params(self.most_tokens, structured_of(body)))
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
-        body = parse(ChatBody, await self._read(request))
+        return await self._answer(request, await self._read(request, self._chat))
+
+    def _chat(self, data: dict[str, Any]) -> Asked:
+        body = parse(ChatBody, data)
         check_model(body.model, self.model)
         if not self.tokenizer.has_chat_template:
             raise bad_field("messages", "a checkpoint with a chat template", "one without: send a prompt to /v1/completions")
         tools = read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
         make = partial(ChatWriter, body, self.model, self.tokenizer, tools=tools)
         params = body.params(self.most_tokens, structured_of(body, tools), MARKS if tools.read else ())
-        return await self._answer(request, body, [conversation_of(body, tools)], make, params)
+        return Asked(body, [conversation_of(body, tools)], make, params)
 
-    async def _answer(self, request: Request, body: Body, prompts: list[Prompt], make: Make, params: SamplingParams) -> Response:
+    async def _answer(self, request: Request, asked: Asked) -> Response:
         """Serve a request; a stream begins once its prompts have been accepted."""
+        body, prompts, params = asked.body, asked.prompts, asked.params
+        if body.priority and not self.options.allow_priority:
+            raise bad_field("priority", "0, unless the server runs with server.allow_priority=true", body.priority)
         with ExitStack() as held:
             held.enter_context(self.slots.take(len(prompts) * params.n))
-            deadline = self.options.request_seconds
-            generation = await unless_gone(
-                request.receive, Generation.begin(self.llm, self.metrics, prompts, params, priority=body.priority, deadline=deadline)
-            )
-            writer = make(generation)
+            options = {"priority": body.priority, "deadline": self.options.request_seconds, "cache_salt": body.cache_salt}
+            with self.metrics.preparing("encoding" if params.structured is None else "compiling"):
+                begun = Generation.begin(self.llm, self.metrics, prompts, params, **options)
+                generation = await unless_gone(request.receive, begun)
+            record = record_of(request.scope)
+            record.generation = generation
+            writer = asked.make(generation)
             if body.stream:
-                return EventStream(self._events(writer), held.pop_all())
+                return EventStream(self._events(writer, record), held.pop_all())
             return _json(await unless_gone(request.receive, _whole(writer)))
 
-    async def _events(self, writer: Writer) -> AsyncGenerator[bytes, None]:
+    async def _events(self, writer: Writer, record: Record) -> AsyncGenerator[bytes, None]:
         """The bytes of a stream. An error after the beginning is sent as the last event."""
         try:
             async with aclosing(writer.generation.events()) as events:
@@ -145,57 +229,97 @@ class Api:
             for chunk in writer.last_chunk():
                 yield sse(chunk)
         except ApiError as error:
+            record.status = error.status
             self.metrics.refuse(error.status)
             yield sse(error.body)
         except Exception:
             logger.exception("error in a stream")
             unknown = internal()
+            record.status = unknown.status
             self.metrics.refuse(unknown.status)
             yield sse(unknown.body)
         yield DONE
 
     async def models(self, _: Request) -> Response:
         """``GET /v1/models``."""
-        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "graphspec", "max_model_len": self.plan.max_context}
-        return _json({"object": "list", "data": [model]})
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def one_model(self, request: Request) -> Response:
+        """``GET /v1/models/NAME``."""
+        check_model(request.path_params["name"], self.model)
+        return _json(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {"id": self.model, "object": "model", "created": 0, "owned_by": "graphspec", "max_model_len": self.plan.max_context}
 
     async def tokenize(self, request: Request) -> Response:
         """``POST /tokenize``: the ids of a text or of messages."""
-        data = await self._read(request)
+        length, encode, spelled = await self._read(request, self._encoding)
+
+        def answer() -> bytes:
+            tokens = encode()
+            if len(tokens) > self.most_values:
+                raise bad_field("prompt", f"at most {self.most_values} tokens", f"{len(tokens)} of them")
+            document = {"count": len(tokens), "max_model_len": self.plan.max_context, "tokens": tokens}
+            strings = [self.tokenizer.token_text(token, first=not place) for place, token in enumerate(tokens)] if spelled else None
+            return spell(document | ({} if strings is None else {"token_strs": strings}))
+
+        return await self._work(request, answer, length)
+
+    def _encoding(self, data: dict[str, Any]) -> tuple[int, Callable[[], list[int]], bool]:
+        """Characters of what is to be encoded, a function that does it, and whether the tokens' texts are wanted too."""
         if "messages" in data:
             body = parse(ChatBody, data)
             check_model(body.model, self.model)
             if not self.tokenizer.has_chat_template:
                 raise bad_field("messages", "a checkpoint with a chat template", "one without")
             conversation = conversation_of(body, read_tools(body.tools, body.tool_choice))
-            tokens = await asyncio.to_thread(self.tokenizer.chat, conversation)
-        else:
-            _only(data, "model", "prompt", "add_special_tokens", "return_token_strs")
-            check_model(data.get("model"), self.model)
-            special, spelled = data.get("add_special_tokens", True), data.get("return_token_strs", False)
-            for name, value in (("add_special_tokens", special), ("return_token_strs", spelled)):
-                conform(name, value, bool, RequestError)
-            tokens = await asyncio.to_thread(self.tokenizer.encode if special else self.tokenizer.words, check_text("prompt", data.get("prompt")))
-        document = {"count": len(tokens), "max_model_len": self.plan.max_context, "tokens": tokens}
-        if data.get("return_token_strs"):
-            document["token_strs"] = [self.tokenizer.token_text(token, first=not place) for place, token in enumerate(tokens)]
-        return _json(document)
+            return length_of(conversation), partial(self.tokenizer.chat, conversation), False
+        _only(data, "model", "prompt", "add_special_tokens", "return_token_strs")
+        check_model(data.get("model"), self.model)
+        special, spelled = data.get("add_special_tokens", True), data.get("return_token_strs", False)
+        for name, value in (("add_special_tokens", special), ("return_token_strs", spelled)):
+            conform(name, value, bool, RequestError)
+        text = check_text("prompt", data.get("prompt"))
+        check_fits("prompt", text, self.tokenizer.folder, self.plan.max_context)
+        return len(text), partial(self.tokenizer.encode if special else self.tokenizer.words, text), spelled
 
     async def detokenize(self, request: Request) -> Response:
         """``POST /detokenize``."""
-        data = await self._read(request)
+        tokens = await self._read(request, self._tokens)
+        return await self._work(request, lambda: spell({"prompt": self.tokenizer.decode(tokens)}), len(tokens))
+
+    def _tokens(self, data: dict[str, Any]) -> list[int]:
         _only(data, "model", "tokens")
         check_model(data.get("model"), self.model)
-        tokens, vocab = data.get("tokens"), self.plan.target.vocab_size
+        tokens, vocab, most = data.get("tokens"), self.plan.target.vocab_size, self.plan.max_context
+        if isinstance(tokens, list) and len(tokens) > most:
+            raise bad_field("tokens", f"at most {most} of them", len(tokens))
         if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < vocab for token in tokens):
             raise bad_field("tokens", f"a list of token ids from 0 to {vocab - 1}", "something else")
-        return _json({"prompt": await asyncio.to_thread(self.tokenizer.decode, tokens)})
+        return tokens
+
+    async def _work(self, request: Request, answer: Callable[[], bytes], length: int) -> Response:
+        """A response that a thread makes, in one slot."""
+        with self.slots.take(1), self.metrics.preparing("encoding"):
+            return Response(await unless_gone(request.receive, self.llm.work(answer, length)), media_type="application/json")
 
     async def health(self, _: Request) -> Response:
-        """``GET /health``: 200 while the engine answers."""
-        if not self.llm.llm.load().answers:
+        """``GET /health``: 200 if the engine's thread answers within :data:`HEALTH_SECONDS`, and those that encode texts get on."""
+        if self.llm.stuck_seconds > STUCK_SECONDS or not await self._answers():
             raise unusable()
         return Response(status_code=200)
+
+    async def live(self, _: Request) -> Response:
+        """``GET /live``: 200 while the process serves HTTP."""
+        return Response(status_code=200)
+
+    async def _answers(self) -> bool:
+        """Whether the engine's thread answers in time. All that ask wait for one question to it."""
+        if self._ping is None or self._ping.done():
+            self._ping = asyncio.ensure_future(self.llm.ping())
+        await asyncio.wait({self._ping}, timeout=HEALTH_SECONDS)
+        return self._ping.done() and self._ping.exception() is None and self.llm.llm.load().answers
 
     async def version(self, _: Request) -> Response:
         """``GET /version``."""
@@ -231,6 +355,7 @@ class EventStream(Response):
             try:
                 await unless_gone(receive, send_all())
             except ClientGone:
+                record_of(scope).status = GONE
                 logger.debug("a client disconnected before its stream ended")
 
 
@@ -247,7 +372,7 @@ def _only(data: dict[str, Any], *names: str) -> None:
 
 async def _gone(_: Request, __: Exception) -> Response:
     """An empty response, for a client that has disconnected."""
-    return Response(status_code=499)
+    return Response(status_code=GONE)
 
 
 def _json(document: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:

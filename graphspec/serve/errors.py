@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import CheckpointError, GraphspecError, RequestError, ResourceError
 
-HARMLESS = re.compile(r"\d+( tokens| of them)?|an empty prompt")
+HARMLESS = re.compile(r"(at least )?\d+( tokens| of them)?|an empty prompt")
 """Matches values that an error about a prompt may quote."""
 OUR_PREFIX = "sampling."
 
@@ -21,13 +21,21 @@ class ApiError(Exception):
         param: the field that it is about.
         code: an identifier for programs.
         retry_after: seconds after which the same request may succeed.
+        allow: methods that the path has.
     """
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int | None = None
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+        allow: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after, self.allow = retry_after, allow
 
     @property
     def body(self) -> dict[str, Any]:
@@ -39,6 +47,7 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         """Headers of the response, in addition to those of every response."""
         named = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+        named |= {"Allow": self.allow} if self.allow is not None else {}
         return named if self.retry_after is None else named | {"Retry-After": str(self.retry_after)}
 
 
@@ -65,6 +74,11 @@ def unusable() -> ApiError:
 def internal() -> ApiError:
     """An unexpected error; the log has the details."""
     return ApiError(500, "internal error", code="internal_error")
+
+
+def misdirected() -> ApiError:
+    """The request names a host that this server is not."""
+    return ApiError(421, "expected a Host header that names this server (server.allowed_hosts)", code="misdirected_request")
 
 
 def from_engine(error: GraphspecError) -> ApiError:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
 from ..engine.async_llm import AsyncLLM, AsyncStream
-from ..engine.outputs import StreamEvent
+from ..engine.outputs import StreamEvent, summarise
 from ..engine.prompts import Prompt
 from ..engine.request import Request, SamplingParams
 from ..errors import GraphspecError
+from ..plan import Plan
 from .errors import ApiError, from_engine, internal, stopping
-from .metrics import Metrics
+from .metrics import Metrics, draft_tokens
 
 logger = logging.getLogger(__name__)
 FINISHED = {"stop": "stop", "length": "length", "memory": "length", "deadline": "length"}
@@ -29,30 +29,35 @@ class Generation:
         requests: ``n`` for each prompt, in the order of the prompts.
     """
 
-    def __init__(self, stream: AsyncStream, metrics: Metrics, samples: int) -> None:
-        self._stream, self._metrics, self._samples = stream, metrics, samples
+    def __init__(self, stream: AsyncStream, metrics: Metrics, samples: int, plan: Plan) -> None:
+        self._stream, self._metrics, self._samples, self._plan = stream, metrics, samples, plan
         self.requests = stream.stream.requests
         self._by_choice = {(request.index, request.sample): request for request in self.requests}
         self._tokens = 0
 
     @classmethod
-    async def begin(
-        cls, llm: AsyncLLM, metrics: Metrics, prompts: list[Prompt], params: SamplingParams, *, priority: int, deadline: float
-    ) -> Generation:
+    async def begin(cls, llm: AsyncLLM, metrics: Metrics, prompts: list[Prompt], params: SamplingParams, **options: Any) -> Generation:
         """Submit the requests to the engine, all of them or none.
+
+        Args:
+            llm: the engine.
+            metrics: of the server.
+            prompts: of the request.
+            params: for all of them.
+            options: of :meth:`~graphspec.engine.async_llm.AsyncLLM.submit`.
 
         Raises:
             ApiError: one of them can't be served.
         """
         try:
-            stream = await llm.submit(prompts, params, priority=priority, deadline=deadline)
+            stream = await llm.submit(prompts, params, **options)
         except GraphspecError as error:
             raise from_engine(error) from error
         refused = next((request for request in stream.stream.requests if request.error is not None), None)
         if refused is not None:
             stream.abort()
-            raise await _why(llm, prompts[refused.index], params)
-        return cls(stream, metrics, params.n)
+            raise from_engine(refused.refusal) if refused.refusal is not None else internal()
+        return cls(stream, metrics, params.n, llm.llm.plan)
 
     def choice(self, event: StreamEvent) -> int:
         """Index of the event's choice in the response."""
@@ -97,19 +102,46 @@ class Generation:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
+    @property
+    def first_token(self) -> float | None:
+        """When the first token of any of its requests came, in seconds of :func:`time.perf_counter`; None: none has come."""
+        return min((moment for request in self.requests if (moment := request.metrics.first_token) is not None), default=None)
 
-async def _why(llm: AsyncLLM, prompt: Prompt, params: SamplingParams) -> ApiError:
-    """The error for a prompt that was refused.
+    @property
+    def acceptance_length(self) -> float:
+        """New tokens per cycle, as :class:`graphspec.engine.outputs.Metrics` counts them."""
+        return summarise(self.requests, self._plan).acceptance_length
 
-    Among several prompts, the engine's error is only text. Checking the prompt alone raises one with fields, so that those which clients
-    must not see can be left out.
-    """
-    alone: Prompt = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
-    try:
-        await asyncio.to_thread(llm.llm.check, alone, params)
-    except GraphspecError as error:
-        return from_engine(error)
-    return internal()
+    def speculation(self) -> dict[str, Any] | None:
+        """Acceptance of a request with one output; None: it has several, or nothing drafts.
+
+        The fields are those of vLLM's ``metrics.speculative_decoding`` (vllm-project/vllm, ``docs/features/speculative_decoding/
+        acceptance_metrics.md``). They count as the counters in ``/metrics`` do: a draft token is a node of the tree other than its root, a
+        draft length the depth of a cycle.
+        """
+        depth = self._plan.shape.num_steps
+        if len(self.requests) != 1 or depth == 0:
+            return None
+        [request] = self.requests
+        cycles = [
+            (tokens - 1, deep) for tokens, deep in zip(request.metrics.cycle_tokens, request.metrics.cycle_depths, strict=False) if deep
+        ]
+        histogram = [0] * (depth + 1)
+        by_depth: dict[int, list[int]] = {}
+        for accepted, deep in cycles:
+            histogram[accepted] += 1
+            by_depth.setdefault(deep, [0] * (deep + 1))[accepted] += 1
+        accepted, drafted = sum(each for each, _ in cycles), sum(draft_tokens(self._plan, deep) for _, deep in cycles)
+        return {
+            "mean_acceptance_length": 1 + accepted / len(cycles) if cycles else 1.0,
+            "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+            "acceptance_histogram": histogram,
+            "acceptance_histogram_by_draft_length": {str(deep): by_depth[deep] for deep in sorted(by_depth)},
+            "num_spec_steps": len(cycles),
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": drafted,
+            "num_spec_tokens": depth,
+        }
 
 
 def reasons(event: StreamEvent) -> dict[str, Any]:

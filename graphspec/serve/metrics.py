@@ -5,7 +5,8 @@ Every family has the label ``model_name``. Counters of tokens and cycles grow wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
@@ -15,6 +16,8 @@ from ..engine.request import Request
 from ..graphs.capture import CaptureRecord
 from ..plan import Plan
 
+STAGES = ("reading", "encoding", "compiling")
+"""What is done to a request before the engine has it: its body is read, its texts are encoded, its grammar is compiled."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABEL = ("model_name",)
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -37,6 +40,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model, self._plan, self._load, self._programs = model, plan, load, programs
         self._seen: dict[Request, _Seen] = {}
+        self._preparing = dict.fromkeys(STAGES, 0)
         self.registry.register(self)
         self._prompt = self._counter("vllm:prompt_tokens", "Tokens of prompts.")
         self._generated = self._counter("vllm:generation_tokens", "Tokens that were generated.")
@@ -78,6 +82,15 @@ class Metrics:
         """Count an error response."""
         self._refused.labels(self._model, status).inc()
 
+    @contextmanager
+    def preparing(self, stage: str) -> Iterator[None]:
+        """A context of a request that is not in the engine yet; ``stage`` is one of :data:`STAGES`."""
+        self._preparing[stage] += 1
+        try:
+            yield
+        finally:
+            self._preparing[stage] -= 1
+
     def observe(self, request: Request) -> None:
         """Count the progress of a request since its last call."""
         metrics = request.metrics
@@ -107,7 +120,7 @@ class Metrics:
         if depth == 0:
             return
         self._drafts.inc()
-        self._drafted.inc(self._plan.shape.shortened(depth).num_draft_tokens - 1)
+        self._drafted.inc(draft_tokens(self._plan, depth))
         self._accepted.inc(tokens - 1)
         for position in range(tokens - 1):
             self._positions.labels(self._model, position).inc()
@@ -140,6 +153,10 @@ class Metrics:
 
         yield gauge("vllm:num_requests_running", "Requests that have rows.", load.running)
         yield gauge("vllm:num_requests_waiting", "Requests without a row.", load.waiting)
+        stages = GaugeMetricFamily("graphspec:requests_preparing", "Requests not in the engine yet, by stage.", labels=(*LABEL, "stage"))
+        for stage, count in self._preparing.items():
+            stages.add_metric([*model, stage], count)
+        yield stages
         yield gauge("vllm:kv_cache_usage_perc", "Share of the pages that requests hold, 0 to 1.", load.pages_used / load.pages)
         yield gauge("graphspec:programs", "Programs that were built.", len(self._programs()))
         built = CounterMetricFamily("graphspec:build_seconds", "Time that building and capturing them took.", labels=LABEL)
@@ -157,6 +174,11 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:
         return Histogram(name, text, LABEL, buckets=bounds, registry=self.registry).labels(self._model)
+
+
+def draft_tokens(plan: Plan, depth: int) -> int:
+    """Draft tokens that a cycle of this depth verifies for a request: the nodes of the tree but the root."""
+    return plan.shape.shortened(depth).num_draft_tokens - 1
 
 
 class _Seen:

@@ -88,6 +88,7 @@ class Body(ABC):
     speculate: bool | None = None
     num_steps: int | None = None
     priority: int = 0
+    cache_salt: str | None = None
     stream: bool = False
     stream_options: Mapping[str, Any] | None = None
     echo: bool = False

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +34,7 @@ def run(config: LaunchConfig) -> int:
         ConfigError: an option, a package of the extra that is missing, or a port that is taken.
     """
     check_packages()
+    from .access import hosts_of
     from .http import HttpServer, bind
 
     options, keys = config.server, read_keys(config)
@@ -43,9 +48,31 @@ def run(config: LaunchConfig) -> int:
             def ready() -> None:
                 print(f"graphspec serve: {api.model} at {address}", flush=True)  # noqa: T201
 
-            server = HttpServer(api.app(), options, ready)
-            asyncio.run(server.serve(sockets=[sock]))
+            server = HttpServer(api.app(hosts_of(options)), options, ready)
+            with _logs(config.log):
+                asyncio.run(server.serve(sockets=[sock]))
     return 0
+
+
+@contextmanager
+def _logs(level: str) -> Iterator[None]:
+    """The access log on stderr, line by line as it is, and uvicorn's messages as those of this package."""
+    access, uvicorn, ours = (logging.getLogger(name) for name in ("graphspec.access", "uvicorn", "graphspec"))
+    before = [(logger, logger.handlers, logger.level, logger.propagate) for logger in (access, uvicorn)]
+    access.handlers, access.propagate, uvicorn.handlers, uvicorn.propagate = (
+        [logging.StreamHandler(sys.stderr)],
+        False,
+        ours.handlers,
+        False,
+    )
+    access.setLevel(logging.INFO)
+    uvicorn.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        for logger, handlers, old, propagate in before:
+            logger.handlers, logger.propagate = handlers, propagate
+            logger.setLevel(old)
 
 
 def check_packages() -> None:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphspec.engine.admission import LOOK_AHEAD, MOST_OVERTAKEN, Queue
-from graphspec.engine.priority import set_priority_and_deadline
+from graphspec.engine.admission import LOOK_AHEAD, MOST_OUTRANKED, MOST_OVERTAKEN, Queue
+from graphspec.engine.priority import set_call_options
 from graphspec.engine.request import Request, SamplingParams
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import RequestError, ResourceError
@@ -72,6 +72,81 @@ def test_a_request_is_overtaken_a_limited_number_of_times(seed: int, places: int
             free += len(held.pop(rng.randrange(len(held))).prompt)
     assert not queue.requests and len(served) == arrivals
     assert max(overtaken.values(), default=0) <= MOST_OVERTAKEN
+
+
+def give_a_row(queue: Queue) -> Request:
+    """The request that gets the only row that is free."""
+    chosen: list[Request] = []
+
+    def place(one: Request) -> bool:
+        if chosen:
+            return False
+        queue.remove(one)
+        chosen.append(one)
+        return True
+
+    queue.admit(place)
+    return chosen[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**16), st.integers(1, 40))
+def test_priorities_starve_nobody(seed: int, waiting: int) -> None:
+    """Urgent requests without end: each of the others is admitted after a number of later ones that follows from its place alone."""
+    rng, queue, arrivals = random.Random(seed), Queue(), 0
+    older: dict[Request, int] = {}
+    later: Counter[Request] = Counter()
+
+    def noted(one: Request) -> None:
+        later.update(other for other in queue.requests if other.arrival < one.arrival)
+
+    def add(priority: int) -> None:
+        nonlocal arrivals
+        one = request(arrivals, priority=priority)
+        older[one] = len(queue.requests)
+        queue.add(one)
+        arrivals += 1
+
+    for _ in range(waiting):
+        add(rng.randrange(3))
+    first = list(older)
+    while any(one in queue for one in first):
+        while len(queue.requests) < waiting + 5:
+            add(-rng.randrange(1, 4))
+        noted(give_a_row(queue))
+    assert all(later[one] <= (older[one] + 1) * MOST_OUTRANKED for one in older if one not in queue)
+
+
+def test_three_callers_in_a_hurry_let_the_others_through() -> None:
+    """One row, and always three urgent requests that wait: one without priority gets it after a known number of them, for good."""
+    count = 3 * MOST_OUTRANKED
+    case = Case(two_rows(max_rows=1, buckets=[1]), seed=0, count=count + 1, longest=4, budget=3, ends=False)
+    patient, *urgent = case.requests
+    case.scheduler.add(urgent.pop(0))
+    case.scheduler.add(patient)
+    for one in case.requests[1:]:
+        one.priority = -1
+    ended: list[Request] = []
+    while patient.finish_reason is None:
+        while urgent and len(case.scheduler.waiting.requests) < 4:
+            case.scheduler.add(urgent.pop(0))
+        ended += [one for one in case.scheduler.step() if one.finish_reason is not None]
+    assert ended.index(patient) <= MOST_OUTRANKED + 1
+    assert patient.priority == -1, "a row that is admitted so is not the first to be sent back"
+    while case.scheduler.busy:
+        case.scheduler.step()
+
+
+def test_priorities_hold_however_many_wait() -> None:
+    """A long queue of patient requests does not turn the order into that of arrival."""
+    queue, urgent = Queue(), 170
+    for arrival in range(500):
+        queue.add(request(arrival))
+    served = []
+    for arrival in range(500, 500 + urgent):
+        queue.add(request(arrival, priority=-1))
+        served.append(give_a_row(queue))
+    assert [one.arrival for one in served if one.arrival < 500] == list(range(urgent // (MOST_OUTRANKED + 1)))
 
 
 def test_a_small_request_does_not_wait_for_pages_that_a_large_one_lacks() -> None:
@@ -175,8 +250,11 @@ def test_the_callers_arguments(pair: Pair) -> None:
         ({"deadline": "soon"}, "deadline: expected a number, found 'soon'"),
         ({"deadline": [1.0, -1.0]}, "deadline: expected a number >= 0, found -1.0"),
         ({"deadline": float("inf")}, "deadline: expected a finite number"),
+        ({"cache_salt": ""}, "cache_salt: expected a text of at least one character, found ''"),
+        ({"cache_salt": 3}, "cache_salt: expected text, found 3"),
+        ({"cache_salt": ["a"]}, "cache_salt: expected one value, or one for each of the 2 prompts"),
     ],
 )
 def test_other_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message.replace("(", r"\(")):
-        set_priority_and_deadline([request(0), request(1)], **{"priority": 0, "deadline": None, **arguments})
+        set_call_options([request(0), request(1)], **{"priority": 0, "deadline": None, **arguments})

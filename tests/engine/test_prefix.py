@@ -236,6 +236,29 @@ def test_a_perfect_draft_stays_perfect(tmp_path_factory: pytest.TempPathFactory,
         assert llm.metrics is not None and llm.metrics.cached_tokens == sum(cached)
 
 
+def test_pages_are_shared_only_with_the_same_salt(tmp_path_factory: pytest.TempPathFactory) -> None:
+    pair = mirror_pair(tmp_path_factory.mktemp("pair"))
+    prompt, params = [5 + 7 * place % 30 for place in range(40)], SamplingParams(max_tokens=4, ignore_eos=True)
+    with pair.llm(**CHAIN, page_size=PAGE, max_rows=4) as llm:
+
+        def cached(*salts: str | None) -> list[int]:
+            outputs = llm.generate([prompt] * len(salts), params, cache_salt=salts)
+            assert len({tuple(output.token_ids) for output in outputs}) == 1
+            return [output.cached_tokens for output in outputs]
+
+        first, again = cached(None)[0], cached(None)[0]
+        assert first == 0 < again
+        assert cached("a") == [0] and cached("a") == [again] and cached("b") == [0] and cached(None) == [again]
+        assert cached("c", "d", "c", None) == [0, 0, again, again], "in one call too"
+        [output] = llm.generate([prompt], SamplingParams(max_tokens=4, temperature=1, n=1, seed=3), cache_salt="b")
+        assert output.cached_tokens == again
+        streams = [llm.submit(prompt, params, cache_salt=salt) for salt in ("b", "e")]
+        for stream in streams:
+            while not stream.ended:
+                stream.wait()
+        assert [stream.requests[0].metrics.cached_tokens for stream in streams] == [again, 0]
+
+
 def test_who_may_share() -> None:
     assert {name for name in STRUCTURES if make_plan(name).prefix_cache} == COVERED.keys(), "null: on where the drafter allows it"
     assert not make_plan("chain", prefix_cache=False).prefix_cache
@@ -250,17 +273,19 @@ def test_who_may_share() -> None:
 
 
 def test_pages_of_one_chain_have_names_of_their_own() -> None:
-    """By what comes before and, where RoPE depends on it, by the length of the prompt."""
+    """By what comes before, by the salt and, where RoPE depends on it, by the length of the prompt."""
 
-    def names(prompt: list[int], **facts: Any) -> list[bytes]:
+    def names(prompt: list[int], salt: str | None = None, **facts: Any) -> list[bytes]:
         plan = small_plan("none", target=model_facts(**facts), runtime={"page_size": 4})
-        request = Request(index=0, prompt=prompt, params=SamplingParams(), stop_ids=(), budget=1)
+        request = Request(index=0, prompt=prompt, params=SamplingParams(), stop_ids=(), budget=1, cache_salt=salt)
         cache = PrefixCache(plan, PageAllocator(plan.num_pages))
         return [cache._key(request, index) for index in range(len(prompt) // 4)]
 
     assert len(set(names([5] * 24))) == 6
     assert names([5] * 24)[:4] == names([5] * 16)
     assert names([6, *[5] * 23])[1] != names([5] * 24)[1]
+    salted = [*names([5] * 24), *names([5] * 24, "a"), *names([5] * 24, "b"), *names([5] * 24, "a\0")]
+    assert len(set(salted)) == 24 and names([5] * 24, "a") == names([5] * 24, "a")
     dynamic = {"rope": RopeFacts(theta=10000.0, kind="dynamic", factor=2.0)}
     assert names([5] * 24, **dynamic) == names([5] * 24, **dynamic) and names([5] * 24, **dynamic)[0] != names([5] * 16, **dynamic)[0]
 

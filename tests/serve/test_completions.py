@@ -163,3 +163,16 @@ def test_the_model_is_listed(server: Served, llm: LLM) -> None:
     assert (model["id"], model["max_model_len"]) == ("tiny", llm.plan.max_context)
     assert server.client.get("/health").status_code == 200
     assert server.client.get("/version").json().keys() == {"version"}
+
+
+def test_pages_are_shared_only_with_the_same_salt(server: Served) -> None:
+    def cached(**fields: str) -> int:
+        usage = server.complete(prompt=[7, 9, 8, 11] * 20, temperature=0, max_tokens=1, **fields)["usage"]
+        tokens: int = usage["prompt_tokens_details"]["cached_tokens"]
+        return tokens
+
+    again = [cached(), cached()][1]
+    assert again > 0
+    assert [cached(cache_salt="a"), cached(cache_salt="b"), cached(cache_salt="a"), cached()] == [0, 0, again, again]
+    response = server.post(PATH, {"prompt": "w7", "cache_salt": ""})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "cache_salt")

@@ -20,7 +20,7 @@ from graphspec.graphs.cycle import Cycle
 from graphspec.serve.http import bind
 from graphspec.server_options import ServerConfig
 from tests.support.engines import CHAIN
-from tests.support.serving import PATIENCE, Served, held_after_the_first_token, serving, wait_for
+from tests.support.serving import PATIENCE, Served, held_after_the_first_token, raw_post, serving, wait_for
 
 if TYPE_CHECKING:
     from graphspec.engine.llm import LLM
@@ -49,11 +49,10 @@ def test_a_client_that_leaves_aborts_its_request(pair: Pair, stream: bool, waiti
         wanted = server.complete(**ENDLESS)["choices"][0]["text"]
         with held_after_the_first_token(llm) as go:
             body = json.dumps({**ENDLESS, "stream": stream}).encode()
-            head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
             first, second = server.connect(), server.connect()
-            first.sendall(head + body)
+            first.sendall(raw_post(body))
             wait_for(lambda: llm.load().running == 1)
-            second.sendall(head + body)
+            second.sendall(raw_post(body))
             wait_for(lambda: llm.load().waiting == 1)
             leaving, staying = (second, first) if waiting else (first, second)
             leaving.close()
@@ -81,7 +80,7 @@ def test_headers_have_to_come_in_time(llm: LLM) -> None:
 def test_a_body_has_to_come_in_time(llm: LLM) -> None:
     with serving(llm, read_seconds=1.0) as server:
         connection = server.connect()
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        connection.sendall(raw_post(b"{", length=100))
         assert connection.recv(65536).startswith(b"HTTP/1.1 408 ")
         connection.close()
         server.idle()
@@ -92,7 +91,7 @@ def test_a_connection_is_kept_for_the_next_request(llm: LLM) -> None:
     with serving(llm, read_seconds=0.5, keep_alive_seconds=30.0) as server:
         connection = server.connect()
         for _ in range(2):
-            connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+            connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
             answer = b""
             while not answer.endswith(b"}"):
                 answer += connection.recv(65536)
@@ -110,7 +109,10 @@ def test_a_client_that_does_not_read_is_disconnected(pair: Pair, monkeypatch: py
     with pair.llm(**CHAIN, max_rows=1, buckets=[1]) as llm, serving(llm, write_seconds=0.3) as server:
         connection = server.connect()
         body = json.dumps({**ENDLESS, "stream": True}).encode()
-        connection.sendall(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        connection.sendall(
+            f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
         wait_for(lambda: server.api.slots.taken == 1)
         server.idle()
         connection.close()
@@ -161,7 +163,10 @@ def test_the_end_does_not_wait_for_ever(pair: Pair) -> None:
         with held_after_the_first_token(llm):
             connection = server.connect()
             body = json.dumps({**ENDLESS, "stream": True}).encode()
-            connection.sendall(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+            connection.sendall(
+                f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+                + body
+            )
             wait_for(lambda: llm.load().running == 1)
             server.stop()
             assert b"[DONE]" not in closed_by_server(connection)
@@ -190,6 +195,26 @@ def test_health_is_that_of_the_engine(pair: Pair, monkeypatch: pytest.MonkeyPatc
     assert found == [200, 503, 200, 503]
 
 
+def test_health_is_asked_of_the_engines_thread(pair: Pair) -> None:
+    """A thread that hangs in a step does not answer; the process lives, and says so."""
+    with pair.llm(**CHAIN, max_rows=1, buckets=[1]) as llm, serving(llm) as server:
+        go, hangs, step = threading.Event(), threading.Event(), llm._engine._step
+
+        def hang() -> None:
+            hangs.set()
+            go.wait(PATIENCE)
+            step()
+
+        llm._engine._step = hang  # type: ignore[method-assign]
+        stream = server.client.send(server.client.build_request("POST", PATH, json={**ENDLESS, "stream": True}), stream=True)
+        assert hangs.wait(PATIENCE) and llm.load().answers
+        assert [server.client.get(path).status_code for path in ("/health", "/live", "/health")] == [503, 200, 503]
+        llm._engine._step = step  # type: ignore[method-assign]
+        go.set()
+        assert b"[DONE]" in stream.read()
+        assert server.client.get("/health").status_code == 200
+
+
 def test_a_taken_port_is_an_error(server: Served) -> None:
     with pytest.raises(ConfigError, match=r"server\.port: expected a free port at 127\.0\.0\.1"):
         bind(ServerConfig(port=server.address[1]))
@@ -199,7 +224,14 @@ def test_a_taken_port_is_an_error(server: Served) -> None:
 
 def test_the_command_serves_and_ends_at_a_signal(pair: Pair) -> None:
     """In a separate process: the address on stdout, one answer, SIGTERM in the middle of a stream, exit code 0."""
-    words = [f"model.path={pair.target}", "variant=none", "runtime=eager", "server.port=0", "server.model_name=mine"]
+    words = [
+        f"model.path={pair.target}",
+        "variant=none",
+        "runtime=eager",
+        "server.port=0",
+        "server.model_name=mine",
+        "server.access_log=json",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         [sys.executable, "-m", "graphspec.cli", "serve", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
@@ -215,6 +247,10 @@ def test_the_command_serves_and_ends_at_a_signal(pair: Pair) -> None:
             events = [next(lines)]
             process.send_signal(signal.SIGTERM)
             events += [line for line in lines if line]
-        assert process.wait(PATIENCE) == 0 and re.fullmatch(r"([\w ]+ (\d+)/\2\n)+", process.stderr.read())
+        assert process.wait(PATIENCE) == 0
+        progress, _, lines_of_access = process.stderr.read().partition("{")
+        assert re.fullmatch(r"([\w ]+ (\d+)/\2\n)+", progress)
+    logged = [json.loads(line) for line in ("{" + lines_of_access).splitlines()]
+    assert [(line["path"], line["status"], line["completion_tokens"]) for line in logged] == [("/v1/completions", 200, 80)] * 2
     assert events[-1] == "data: [DONE]"
     assert "".join(json.loads(event[6:])["choices"][0]["text"] for event in events[:-1]) == whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from tests.support.engines import Pair
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
 SECRET = "w7 unutterable"
 QUESTION = [{"role": "user", "content": SECRET}]
 TOOL = {"type": "function", "function": {"name": "w20"}}
@@ -54,6 +56,8 @@ def refused(response: Any, status: int) -> dict[str, Any]:
         ({"logprobs": 21}, "logprobs", "20"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"44": 1}}, "logit_bias", "from 0 to 43"),
+        ({"priority": -1}, "priority", "server.allow_priority=true, found -1"),
+        ({"priority": 1}, "priority", "server.allow_priority=true"),
         ({"num_steps": 5}, "num_steps", "0 to variant.num_steps = 4"),
         ({"stream_options": {}}, "stream_options", "without stream"),
         ({"stream": True, "stream_options": {"what": 1}}, "stream_options.what", "unsupported"),
@@ -105,12 +109,15 @@ def test_fields_that_change_nothing_are_taken(server: Served) -> None:
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"7", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"\xff", b"[" * 100000])
 def test_bodies_that_are_no_json_object(server: Served, body: bytes) -> None:
-    assert refused(server.client.post(COMPLETIONS, content=body), 400)["code"] == "invalid_json"
+    assert refused(server.client.post(COMPLETIONS, content=body, headers=JSON), 400)["code"] == "invalid_json"
 
 
 def test_paths_and_methods(server: Served) -> None:
     refused(server.client.get("/v1/nothing"), 404)
-    refused(server.client.get(COMPLETIONS), 405)
+    refused(server.client.get("/v1/models/"), 404)
+    response = server.client.get(COMPLETIONS)
+    refused(response, 405)
+    assert response.headers["allow"] == "OPTIONS, POST"
 
 
 @pytest.mark.parametrize("declared", [True, False])
@@ -118,7 +125,7 @@ def test_a_body_that_is_too_long(llm: LLM, declared: bool) -> None:
     body = json.dumps({"prompt": "w7 " * 1000}).encode()
     with serving(llm, max_body_bytes=1000) as server:
         content = body if declared else iter([body[:600], body[600:]])
-        assert refused(server.client.post(COMPLETIONS, content=content), 413)["code"] == "body_too_large"
+        assert refused(server.client.post(COMPLETIONS, content=content, headers=JSON), 413)["code"] == "body_too_large"
         assert server.complete(prompt="w7", max_tokens=1)
 
 
@@ -131,13 +138,13 @@ def test_a_length_that_the_server_does_not_allow(llm: LLM) -> None:
 
 def test_keys(llm: LLM, tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("first\n\n second \n")
+    file.write_text("first\n\n second \nschl\u00fcssel\n", encoding="utf-8")
     with serving(llm, Keys.read(file)) as server:
-        for header in ({}, {"Authorization": "Bearer"}, {"Authorization": "Bearer firs"}, {"Authorization": "Bearer first second"}):
-            response = server.post(COMPLETIONS, {"prompt": "w7"}, **header)
+        for given in ("", "Bearer", "Bearer firs", "Bearer first second", "first", "Basic first"):
+            response = server.post(COMPLETIONS, {"prompt": "w7"}, **({"Authorization": given} if given else {}))
             assert refused(response, 401)["code"] == "invalid_api_key" and response.headers["www-authenticate"] == "Bearer"
-        for key in ("first", "second"):
-            assert server.client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+        for given in ("Bearer first", "Bearer second", "bearer first", "BEARER  second", "Bearer schl\u00fcssel".encode()):
+            assert server.client.get("/v1/models", headers={"Authorization": given}).status_code == 200
         assert server.client.get("/health").status_code == server.client.get("/metrics").status_code == 200
     file.write_text("\n")
     with pytest.raises(ConfigError, match=r"server\.api_key_file.*at least one key"):
@@ -167,6 +174,32 @@ def test_the_engines_own_limit_counts_where_it_is_set(pair: Pair) -> None:
     with pair.llm(**CHAIN, max_rows=2, max_queued=3) as llm, serving(llm, max_waiting=100) as server:
         assert server.api.slots.most == 5
         assert "at most 5 outputs" in refused(server.post(COMPLETIONS, {"prompt": "w7", "n": 6}), 400)["message"]
+
+
+def test_priorities_by_option(pair: Pair) -> None:
+    """One row: of the two that wait for it the later one is served first."""
+    with pair.llm(**CHAIN, max_rows=1, buckets=[1]) as llm, serving(llm, allow_priority=True) as server:
+        ended: list[int] = []
+
+        def ask(place: int, priority: int) -> threading.Thread:
+            def work() -> None:
+                server.complete(**ENDLESS, priority=priority)
+                ended.append(place)
+
+            thread = threading.Thread(target=work)
+            thread.start()
+            return thread
+
+        with held_after_the_first_token(llm):
+            threads = [ask(0, 0)]
+            wait_for(lambda: llm.load().running == 1)
+            for place, priority in ((1, 0), (2, -1)):
+                threads.append(ask(place, priority))
+                wait_for(lambda place=place: llm.load().waiting == place)
+            waiting = [request.priority for request in llm._engine.scheduler.waiting.requests]
+        for thread in threads:
+            thread.join()
+        assert waiting == [-1, 0] and sorted(ended) == [0, 1, 2]
 
 
 def test_unexpected_errors_reveal_nothing(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:

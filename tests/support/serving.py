@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 
 from graphspec.engine.async_llm import AsyncLLM
+from graphspec.serve.access import hosts_of
 from graphspec.serve.app import Api
 from graphspec.serve.http import HttpServer, bind
 from graphspec.server_options import ServerConfig
@@ -45,7 +46,7 @@ class Served:
         self.socket = bind(self.options)
         self.address = self.socket.getsockname()[:2]
         self.url = f"http://{self.address[0]}:{self.address[1]}"
-        self.server = HttpServer(self.api.app(), self.options)
+        self.server = HttpServer(self.api.app(hosts_of(self.options)), self.options)
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve(sockets=[self.socket])), daemon=True)
         self.thread.start()
         wait_for(lambda: self.server.started)
@@ -96,6 +97,13 @@ def served(response: httpx2.Response) -> dict[str, Any]:
     assert response.status_code == 200, response.text
     document: dict[str, Any] = response.json()
     return document
+
+
+def raw_post(body: bytes, length: int | None = None, framing: str | None = None) -> bytes:
+    """A completion as bytes on a connection; ``length``: the one that its header announces; ``framing``: another header instead."""
+    framing = f"Content-Length: {len(body) if length is None else length}" if framing is None else framing
+    headers = f"Host: localhost\r\nContent-Type: application/json\r\n{framing}"
+    return f"POST /v1/completions HTTP/1.1\r\n{headers}\r\n\r\n".encode() + body
 
 
 def wait_for(done: Any) -> None:
