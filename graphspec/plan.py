@@ -15,6 +15,7 @@ from .config import HOST_STEP_OVER_LATENT_ROWS, Config, NgramSettings, VariantCo
 from .draft_parallel import DraftParallel, resolve_draft_parallel
 from .errors import ConfigError
 from .runtime import Runtime, resolve_runtime
+from .sampling_options import NEUTRAL, SamplingDefaults
 from .shapes import (
     MAX_WINDOW,
     PLAIN,
@@ -92,6 +93,8 @@ class Plan:
     max_stop_ids: int
     max_logit_bias: int
     max_logprobs: int
+    sampling_defaults: SamplingDefaults
+    """What a request is sampled with where it says nothing."""
     sampling_classes: tuple[SamplingClass, ...]
     """Whose programs are made at load where they are captured."""
     max_bad_words: int
@@ -358,7 +361,7 @@ def _check_ranks(config: Config, target: ModelFacts) -> None:
         raise ConfigError("kernels.linear_table", f"null {spread}: each rank would choose for itself", config.kernels.linear_table)
 
 
-def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, device: str) -> Plan:
+def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, device: str, defaults: SamplingDefaults = NEUTRAL) -> Plan:
     """Derive every number of an engine.
 
     Args:
@@ -366,6 +369,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         target: facts of the target checkpoint.
         draft: facts of the draft checkpoint; None for variants without a network.
         device: the resolved device, ``cpu`` or ``cuda``.
+        defaults: what a request is sampled with where it says nothing.
 
     Raises:
         ConfigError: a value out of range for this model, or values that contradict each other.
@@ -445,7 +449,10 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
     )
     plain = 0 in config.adaptive.depths or any(first.num_steps == 0 for first in bucket_shapes)
     logprobs = min(runtime.max_logprobs, target.vocab_size)
-    classes = (sampling_class_of(name, logprobs) for name in runtime.sampling_classes)
+    names = ("greedy", "everything") if runtime.sampling_classes is None else runtime.sampling_classes
+    classes = [sampling_class_of(name, logprobs) for name in names]
+    if runtime.sampling_classes is None:
+        classes.insert(1, defaults.sampling_class)
     return Plan(
         variant=variant,
         target=target,
@@ -482,6 +489,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         max_stop_ids=runtime.max_stop_ids,
         max_logit_bias=runtime.max_logit_bias,
         max_logprobs=logprobs,
+        sampling_defaults=defaults,
         sampling_classes=tuple(dict.fromkeys(found for found in classes if found is not None)),
         max_bad_words=runtime.max_bad_words,
         max_bad_word_tokens=runtime.max_bad_word_tokens,

@@ -12,6 +12,7 @@ from pathlib import Path
 from ..errors import CheckpointError, ConfigError
 from .families import LLAMA, Family, find_family, target_architectures
 from .files import find_file
+from .generation import FILE as GENERATION_FILE
 from .keys import (
     MOST_HEAD_DIM,
     MOST_HEADS,
@@ -250,7 +251,7 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
     rope = RopeFacts(0.0, NO_ROPE)
     if read_position_embedding(keys, family.rotates):
         rope = read_rope(keys, max_position_embeddings, head_dim, family.rope_kinds, family.partial_rotary)
-    generation = path / "generation_config.json"
+    generation = path / GENERATION_FILE
     eos, stated = _read_eos(keys, vocab_size), None
     if find_file(generation):
         stated = _read_eos(read_keys(generation), vocab_size)

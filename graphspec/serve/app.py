@@ -125,7 +125,7 @@ class Api:
 
     async def _answer(self, request: Request, body: Body, prompts: list[Prompt], make: Make, structured: Structured | None) -> Response:
         """Serve a request; a stream begins once its prompts have been accepted."""
-        params = body.params(self.most_tokens, structured)
+        params = body.params(self.most_tokens, self.plan.sampling_defaults, structured)
         with ExitStack() as held:
             held.enter_context(self.slots.take(len(prompts) * params.n))
             deadline = self.options.request_seconds

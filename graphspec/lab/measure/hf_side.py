@@ -12,13 +12,13 @@ import torch
 from ...buffers import DTYPES
 from ...catalog import Variant, all_variants, resolve_variant
 from ...command_options import LaunchConfig
-from ...config import SamplingConfig
 from ...engine.folders import DEMO, model_folder
 from ...engine.text import Tokenizer
 from ...errors import CheckpointError, ConfigError
 from ...facts import read_model_facts
 from ...hub import checkpoint_folder
 from ...paths import user_path
+from ...sampling_options import SamplingConfig
 from .metrics import Timeline
 from .workload import WorkloadRequest, make_workload
 
@@ -118,7 +118,7 @@ class HfSide:
             "device": self.device,
             "digest": self.workload.digest,
             "input_tokens": self.workload.input_tokens,
-            "temperature": self.config.sampling.temperature,
+            "temperature": self.config.sampling.stated_temperature,
             "not_measured": dict.fromkeys(absent, NOT_MEASURED),
         }
 
@@ -156,11 +156,11 @@ class HfSide:
         return [self._timeline(began, ended, bursts) for bursts, _ in rows], [tokens for _, tokens in rows]
 
     def _sampling(self) -> dict[str, Any]:
-        sampling = self.config.sampling
+        sampling = self.workload.sampling
         how: dict[str, Any] = {"repetition_penalty": sampling.repetition_penalty}
         if sampling.temperature == 0:
             return how | {"do_sample": False}
-        filters = {"top_k": max(sampling.top_k, 0), "top_p": sampling.top_p, "min_p": sampling.min_p or None}
+        filters = {"top_k": max(sampling.top_k or 0, 0), "top_p": sampling.top_p, "min_p": sampling.min_p or None}
         return how | {"do_sample": True, "temperature": sampling.temperature, **filters}
 
     def _row(self, clock: Clock, row: int, rows: int) -> tuple[list[tuple[float, int]], list[int]]:
