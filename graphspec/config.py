@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 
-from .checks import FLOAT32_LEAST, INT32_MOST, INT64_MOST, Errors, ascending, brief, check_fields, in_range, one_of
+from .checks import INT32_MOST, ascending, brief, check_fields, in_range, one_of
 from .errors import ConfigError
 from .sampling_options import SamplingConfig
 from .shapes import sampling_class_of

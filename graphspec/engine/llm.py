@@ -281,8 +281,8 @@ class LLM:
 
         Args:
             prompts: a text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; or a list of these.
-            params: one for all prompts, or one per prompt, each a ``SamplingParams`` or a mapping of its fields; default 128 tokens, sampled
-                as the checkpoint's ``generation_config.json`` says, greedy without one.
+            params: one for all prompts, or one per prompt, each a ``SamplingParams`` or a mapping of its fields; default 128 tokens,
+                sampled as the checkpoint's ``generation_config.json`` says, greedy without one.
             progress: called as ``progress("generate", tokens, most tokens)``.
             launcher: what launches the programs, default the engine's own cycle; a comparison or a recorder may stand in front of it, and
                 then no other call may be open.

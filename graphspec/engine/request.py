@@ -181,7 +181,7 @@ class ResolvedParams(SamplingParams):
     min_p: float = NEUTRAL.min_p
     repetition_penalty: float = NEUTRAL.repetition_penalty
 
-    def resolve(self, defaults: SamplingDefaults = NEUTRAL) -> ResolvedParams:  # noqa: ARG002
+    def resolve(self, defaults: SamplingDefaults = NEUTRAL) -> ResolvedParams:
         """Themselves."""
         return self
 

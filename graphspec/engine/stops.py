@@ -111,7 +111,7 @@ class NothingNew:
         """The same for another output."""
         return self
 
-    def cut(self, output: Sequence[int], tokens: list[int], status: int) -> tuple[list[int], int]:  # noqa: ARG002
+    def cut(self, output: Sequence[int], tokens: list[int], status: int) -> tuple[list[int], int]:
         """No token, and the row's status: ``Status.LENGTH`` unless the row failed or lives."""
         return [], Status.LENGTH if status == Status.STOPPED else status
 
