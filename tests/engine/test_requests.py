@@ -23,7 +23,7 @@ from graphspec.engine.prompts import make_requests, read_params, read_prompt, sp
 from graphspec.engine.request import LogitBias, Request, SamplingParams, configured_params
 from graphspec.errors import CheckpointError, ConfigError, RequestError
 from graphspec.graphs.stages.mailbox import MailLayout
-from graphspec.sampling_options import SamplingConfig, SamplingDefaults
+from graphspec.sampling_options import SamplingConfig
 from tests.support.plans import plan
 
 NAN, INF = float("nan"), float("inf")
