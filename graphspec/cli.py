@@ -239,9 +239,9 @@ def _generate(config: LaunchConfig) -> int:
         print()
     else:
         numbers = list(served)
-        done: dict[int, list[Output]] = {i: [] for i in numbers}
+        done: dict[int, list[Output]] = {}
         for output in outputs:
-            done[numbers[output.index]].append(output)
+            done.setdefault(numbers[output.index], []).append(output)
         errors |= {i: output.error for i, several in done.items() for output in several if output.finish_reason == "error"}
         _print_outputs(config, [request.headline for request in requests], done, errors, llm)
         _print_errors(failures(list(errors.values())))
@@ -257,7 +257,10 @@ def _print_outputs(
 ) -> None:
     """Print the outputs of every prompt, and in JSON the errors of failed ones."""
     if config.format == "json":
-        rows = [_row(i, output, error) for i, error in errors.items() for output in (outputs.get(i) or (None,))]
+        rows = []
+        for i, error in errors.items():
+            several = outputs.get(i) or (None,)
+            rows += [_row(output, error, i if len(several) > 1 else None) for output in several]
         asked, plan = {"variant": config.variant.name, "model": config.model.path}, llm.plan
         setting = asked | {"runtime": plan.runtime.name, "plan": plan.describe()}
         metrics = asdict(llm.metrics) if llm.metrics is not None else None
@@ -343,12 +346,12 @@ def _convert(words: Sequence[str]) -> int:
     return 0
 
 
-def _row(index: int, output: Output | None, error: str | None) -> dict[str, Any]:
-    row: dict[str, Any] = {"index": index, "sample": 0 if output is None else output.sample}
+def _row(output: Output | None, error: str | None, index: int | None) -> dict[str, Any]:
     if output is None:
-        return row | {"text": "", "token_ids": [], "finish_reason": "error", "error": error}
-    row |= {"text": output.text, "token_ids": list(output.token_ids), "finish_reason": output.finish_reason}
+        return {"text": "", "token_ids": [], "finish_reason": "error", "error": error}
+    row: dict[str, Any] = {"text": output.text, "token_ids": list(output.token_ids), "finish_reason": output.finish_reason}
     row |= {"seed": output.seed, "stop_reason": output.stop_reason}
+    row |= {} if index is None else {"index": index, "sample": output.sample}
     if output.logprobs is not None:
         row["logprobs"] = [asdict(entry) for entry in output.logprobs]
     return row | ({"error": error} if error is not None else {})

@@ -15,18 +15,8 @@ from .config import HOST_STEP_OVER_LATENT_ROWS, Config, NgramSettings, VariantCo
 from .draft_parallel import DraftParallel, resolve_draft_parallel
 from .errors import ConfigError
 from .runtime import Runtime, resolve_runtime
-from .sampling_options import NEUTRAL, SamplingDefaults
-from .shapes import (
-    MAX_WINDOW,
-    PLAIN,
-    WORD_BITS,
-    CycleShape,
-    GraphKey,
-    SamplingClass,
-    prefill_budget,
-    prefill_chunks,
-    sampling_class_of,
-)  # fmt: skip
+from .sampling_options import NEUTRAL, SamplingDefaults, prepared_classes
+from .shapes import MAX_WINDOW, PLAIN, WORD_BITS, CycleShape, GraphKey, SamplingClass, prefill_budget, prefill_chunks
 from .static_tree import StaticTree
 
 if TYPE_CHECKING:
@@ -449,10 +439,6 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
     )
     plain = 0 in config.adaptive.depths or any(first.num_steps == 0 for first in bucket_shapes)
     logprobs = min(runtime.max_logprobs, target.vocab_size)
-    names = ("greedy", "everything") if runtime.sampling_classes is None else runtime.sampling_classes
-    classes = [sampling_class_of(name, logprobs) for name in names]
-    if runtime.sampling_classes is None:
-        classes.insert(1, defaults.sampling_class)
     return Plan(
         variant=variant,
         target=target,
@@ -490,7 +476,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         max_logit_bias=runtime.max_logit_bias,
         max_logprobs=logprobs,
         sampling_defaults=defaults,
-        sampling_classes=tuple(dict.fromkeys(found for found in classes if found is not None)),
+        sampling_classes=prepared_classes(runtime.sampling_classes, defaults, logprobs),
         max_bad_words=runtime.max_bad_words,
         max_bad_word_tokens=runtime.max_bad_word_tokens,
         accept=rule,

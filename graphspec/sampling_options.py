@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from .checks import FLOAT32_LEAST, INT32_MOST, INT64_MOST, Errors, brief, check_fields, in_range
 from .errors import ConfigError
-from .shapes import SamplingClass
+from .shapes import SamplingClass, sampling_class_of
 
 Temperature = TypeVar("Temperature", float, float | None)
 
@@ -46,6 +47,21 @@ def drawing_class(params: Any) -> SamplingClass:
     hot = params.temperature > 0
     truncate = hot and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
     return SamplingClass(noise=hot, truncate=truncate, penalties=params.repetition_penalty != 1)
+
+
+def prepared_classes(names: Sequence[str] | None, defaults: SamplingDefaults, logprobs: int) -> tuple[SamplingClass, ...]:
+    """Classes whose programs an engine prepares.
+
+    Args:
+        names: ``runtime.sampling_classes``; None: greedy, that of requests that say nothing, and everything.
+        defaults: of the checkpoint.
+        logprobs: alternatives of a class with log-probabilities.
+    """
+    spelled = ("greedy", "everything") if names is None else names
+    found = [each for name in spelled if (each := sampling_class_of(name, logprobs)) is not None]
+    if names is None:
+        found.insert(1, defaults.sampling_class)
+    return tuple(dict.fromkeys(found))
 
 
 def check_defaults(params: Any, prefix: str, error: Errors) -> None:

@@ -266,8 +266,8 @@ def test_a_parameter_is_checked_where_it_is_set(name: str, value: Any, message: 
 
 def test_numbers_of_numpy_become_numbers_of_python() -> None:
     params = SamplingParams(
-        max_tokens=np.int64(3), temperature=np.float32(0.5), seed=np.uint64(2**63), top_p=1, top_k=np.int8(4), stop_token_ids=np.array([1, 2]),
-        logit_bias={np.int32(4): np.float16(0.5)}, logprobs=np.int8(1),
+        max_tokens=np.int64(3), temperature=np.float32(0.5), seed=np.uint64(2**63), top_p=1, top_k=np.int8(4),
+        stop_token_ids=np.array([1, 2]), logit_bias={np.int32(4): np.float16(0.5)}, logprobs=np.int8(1),
     )  # fmt: skip
     plain = SamplingParams(
         max_tokens=3, temperature=0.5, seed=2**63, top_p=1.0, top_k=4, stop_token_ids=(1, 2), logit_bias={4: 0.5}, logprobs=1
