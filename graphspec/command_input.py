@@ -9,12 +9,12 @@ from typing import Any, get_type_hints
 
 from .checks import brief, conform, cut
 from .command_options import LaunchConfig
+from .config import SamplingConfig
 from .engine.request import SamplingParams, configured_params
 from .engine.text import Conversation, check_messages, check_text
 from .errors import ConfigError, RequestError
 from .hints import before_list, hint_for_sampling
 from .paths import read_json, read_text
-from .sampling_options import SamplingConfig
 
 DEMO_PROMPT = 'def read_lines(path):\n    """'
 _SHOWN = 60

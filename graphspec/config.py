@@ -6,13 +6,13 @@ The dataclasses are the schema of the YAML groups under ``conf/`` and can be bui
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
+from typing import Any
 
-from .checks import INT32_MOST, ascending, brief, check_fields, in_range, one_of
+from .checks import FLOAT32_LEAST, INT32_MOST, INT64_MOST, Errors, ascending, brief, check_fields, in_range, one_of, usable_temperature
 from .errors import ConfigError
-from .sampling_options import SamplingConfig
-from .shapes import sampling_class_of
+from .shapes import NEUTRAL, sampling_class_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RUNTIMES = ("auto", "eager", "compiled", "captured")
@@ -39,8 +39,73 @@ MAX_ENTRIES = 65536
 """Most stop ids or biased tokens of a request."""
 MAX_NGRAM = 1024
 MAX_THREADS = 4096
+MOST_SAMPLES = 65536
+"""Most outputs of one prompt. Far above real use, to catch typing errors."""
+TEMPERATURES = (0, 1e5)
+"""Bounds of a temperature; noise multiplied by the largest stays finite in float32."""
+REPETITIONS = (0.01, 100.0)
+"""Bounds of the repetition penalty: what it makes of a logit is finite in float32 up to logits of 3e36."""
+PENALTY_LIMIT = 2.0
+BIAS_LIMIT = 100.0
+SEEDS = (-(2**63), 2**64 - 1)
 LEAST, MOST = 1e-9, 1e9
 """Bounds of measured quantities, in any unit."""
+
+
+def check_defaults(params: Any, prefix: str, error: Errors) -> None:
+    """Check the bounds of the fields of :class:`SamplingDefaults`; their types are checked already. None passes: it says nothing.
+
+    Raises:
+        GraphspecError: of class ``error``; names ``prefix`` and the field.
+    """
+    in_range(f"{prefix}temperature", params.temperature, *TEMPERATURES, error=error)
+    in_range(f"{prefix}top_k", params.top_k, -1, INT64_MOST, error=error)
+    in_range(f"{prefix}repetition_penalty", params.repetition_penalty, *REPETITIONS, error=error)
+    if params.top_p is not None and not FLOAT32_LEAST <= params.top_p <= 1:
+        raise error(f"{prefix}top_p", f"a number above 0 ({FLOAT32_LEAST:.0e} or more), at most 1", params.top_p)
+    if params.min_p and not FLOAT32_LEAST <= params.min_p <= 1:
+        raise error(f"{prefix}min_p", f"0, or a number of {FLOAT32_LEAST:.0e} or more, at most 1", params.min_p)
+
+
+def check_sampling(params: Any, error: Errors) -> None:
+    """Check the bounds of :class:`SamplingConfig` and ``SamplingParams`` that depend on no engine; their types are checked already.
+
+    Raises:
+        GraphspecError: of class ``error``; names ``sampling.<field>``.
+    """
+    check_defaults(params, "sampling.", error)
+    # Without a new token there is still a prompt to return.
+    scores = getattr(params, "echo", False) or getattr(params, "prompt_logprobs", None) is not None
+    limits: dict[str, tuple[float, float]] = {
+        "max_tokens": (0 if scores else 1, INT64_MOST),
+        "presence_penalty": (-PENALTY_LIMIT, PENALTY_LIMIT),
+        "frequency_penalty": (-PENALTY_LIMIT, PENALTY_LIMIT),
+    }
+    for name, (least, most) in limits.items():
+        in_range(f"sampling.{name}", getattr(params, name), least, most, error=error)
+    if params.seed is not None and not SEEDS[0] <= params.seed <= SEEDS[1]:
+        raise error("sampling.seed", "null, or a 64-bit integer", brief(params.seed))
+    in_range("sampling.n", params.n, 1, MOST_SAMPLES, error=error)
+    if params.n > 1 and params.temperature == 0:
+        raise error("sampling.n", "1 at temperature 0, where all outputs would be the same", params.n)
+    longest = INT64_MOST if params.max_tokens is None else params.max_tokens
+    most = min(longest, INT32_MOST)
+    if not 0 <= params.min_tokens <= most:
+        whose = " = max_tokens" if most == longest else ""
+        raise error("sampling.min_tokens", f"an integer >= 0, at most {most}{whose}", brief(params.min_tokens))
+    in_range("sampling.logprobs", params.logprobs, 0, INT32_MOST, error=error)
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        for place, token in enumerate(getattr(params, name) or ()):
+            in_range(f"sampling.{name}[{place}]", token, 0, INT64_MOST, error=error)
+    if params.allowed_token_ids is not None and not params.allowed_token_ids:
+        raise error("sampling.allowed_token_ids", "null, or at least one token id", [])
+    for name in ("stop", "bad_words"):
+        for place, text in enumerate(getattr(params, name) or ()):
+            if not text.strip() if name == "bad_words" else not text:
+                raise error(f"sampling.{name}[{place}]", "text that is not empty", repr(text))
+    for token, value in (params.logit_bias or {}).items():
+        in_range("sampling.logit_bias", token, 0, INT64_MOST, error=error)
+        in_range(f"sampling.logit_bias[{token}]", value, -BIAS_LIMIT, BIAS_LIMIT, error=error)
 
 
 @dataclass(kw_only=True)
@@ -246,6 +311,74 @@ class KernelsConfig:
             raise ConfigError(
                 "kernels.linear_table", f"null with kernels.numerics={self.numerics}, which chooses nothing", self.linear_table
             )
+
+
+@dataclass(kw_only=True)
+class SamplingConfig:
+    """How the launcher's requests are sampled. The Python API takes a ``SamplingParams`` per request."""
+
+    max_tokens: int | None = 128
+    """Most new tokens; null: up to the end of the context."""
+    temperature: float | None = None
+    """0 is greedy, at most 1e5; null: the checkpoint's (model.generation_config), as for top_k, top_p, min_p and repetition_penalty."""
+    n: int = 1
+    """Outputs for each prompt, at a temperature above 0 if more than one."""
+    seed: int | None = None
+    """64 bits that decide every draw; null: a fresh one for each request, reported with its output. Output i has the seed seed + i."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Ids that end a request, in addition to the checkpoint's end-of-text ids."""
+    ignore_eos: bool = False
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a request when they occur in its output."""
+    include_stop_str_in_output: bool = False
+    """The text that ended a request is part of its output."""
+    top_k: int | None = None
+    """Keep the k most likely tokens; -1 or 0: all."""
+    top_p: float | None = None
+    """Of those, keep the most likely ones that together hold this share; 1: all."""
+    min_p: float | None = None
+    """Of those, keep the ones at least this share as likely as the most likely; 0: all."""
+    repetition_penalty: float | None = None
+    """Divides positive logits, multiplies negative ones, of tokens in the prompt or the output, 0.01 to 100; 1: none."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of a token that is in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token for each of its occurrences in the output."""
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    """Added to the logits of these token ids."""
+    allowed_token_ids: list[int] | None = None
+    """Sample from these token ids alone; null: from all."""
+    bad_words: list[str] = field(default_factory=list)
+    """Texts that never occur in the output; their last token is not sampled after the others."""
+    min_tokens: int = 0
+    """No stop id, and no text of stop, before this many tokens."""
+    speculate: bool = True
+    """false: decode these requests plainly, one token per cycle."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the output's text."""
+    logprobs: int | None = None
+    """Report each token's log-probability and this many alternatives; null: none."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "sampling")
+        self.temperature = usable_temperature(self.temperature)
+        check_sampling(self, ConfigError)
+
+    def stated(self) -> SamplingConfig:
+        """The same for what is measured or compared: neutral where it says nothing, so that no checkpoint's defaults change a figure.
+
+        Raises:
+            ConfigError: more than one output of a prompt.
+        """
+        if self.n != 1:
+            raise ConfigError("sampling.n", "1 where requests are measured or compared", self.n)
+        silent = {name: value for name, value in asdict(NEUTRAL).items() if getattr(self, name) is None}
+        return replace(self, **silent)
+
+    @property
+    def stated_temperature(self) -> float:
+        """That of :meth:`stated`."""
+        return NEUTRAL.temperature if self.temperature is None else self.temperature
 
 
 @dataclass(kw_only=True)

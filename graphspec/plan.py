@@ -15,8 +15,19 @@ from .config import HOST_STEP_OVER_LATENT_ROWS, Config, NgramSettings, VariantCo
 from .draft_parallel import DraftParallel, resolve_draft_parallel
 from .errors import ConfigError
 from .runtime import Runtime, resolve_runtime
-from .sampling_options import NEUTRAL, SamplingDefaults, prepared_classes
-from .shapes import MAX_WINDOW, PLAIN, WORD_BITS, CycleShape, GraphKey, SamplingClass, prefill_budget, prefill_chunks
+from .shapes import (
+    MAX_WINDOW,
+    NEUTRAL,
+    PLAIN,
+    WORD_BITS,
+    CycleShape,
+    GraphKey,
+    SamplingClass,
+    SamplingDefaults,
+    prefill_budget,
+    prefill_chunks,
+    prepared_classes,
+)
 from .static_tree import StaticTree
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from .checks import INT32_MOST, INT64_MOST, brief, check, check_fields, in_range, one_of
-from .config import LEAST, MOST
-from .sampling_options import SEEDS
+from .config import LEAST, MOST, SEEDS
 
 DTYPES = ("float32", "bfloat16")
 SCHEDULES = ("linear", "cosine", "constant")

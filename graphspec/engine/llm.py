@@ -28,8 +28,7 @@ from ..models.target import load_target
 from ..models.token_map import apply_token_map, load_token_map
 from ..paths import user_path
 from ..plan import Plan, make_plan
-from ..sampling_options import NEUTRAL
-from ..shapes import GREEDY, SamplingClass
+from ..shapes import GREEDY, NEUTRAL, SamplingClass
 from . import ranks
 from .arguments import check_cycles, check_launcher, check_progress, check_warm_up, engine_config
 from .calls import Exclusive

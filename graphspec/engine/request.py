@@ -11,12 +11,12 @@ from itertools import islice
 from operator import or_
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from ..checks import INT32_MOST, brief, check_fields, cut, in_range
+from ..checks import INT32_MOST, brief, check_fields, cut, in_range, usable_temperature
+from ..config import SamplingConfig, check_sampling
 from ..errors import RequestError
 from ..graphs.grammar import Grammar
 from ..hints import before_list, hint_for_sampling
-from ..sampling_options import NEUTRAL, SamplingConfig, SamplingDefaults, check_sampling, drawing_class, usable_temperature
-from ..shapes import GREEDY, SamplingClass
+from ..shapes import GREEDY, NEUTRAL, SamplingClass, SamplingDefaults, drawing_class
 from .structured import Structured
 
 Made = TypeVar("Made")

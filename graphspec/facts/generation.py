@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from ..checks import conform
+from ..checks import conform, usable_temperature
+from ..config import check_defaults
 from ..errors import CheckpointError
-from ..sampling_options import NEUTRAL, SamplingDefaults, check_defaults, usable_temperature
+from ..shapes import NEUTRAL, SamplingDefaults
 from .files import find_file
 from .keys import read_keys
 

@@ -16,7 +16,7 @@ from ..engine.request import SamplingParams
 from ..engine.structured import Structured
 from ..errors import RequestError
 from ..hints import hint_for_sampling
-from ..sampling_options import SamplingDefaults
+from ..shapes import SamplingDefaults
 from .errors import ApiError
 
 Kind = TypeVar("Kind")

@@ -23,7 +23,7 @@ from graphspec.errors import ConfigError, RequestError, ResourceError
 from graphspec.graphs.capture import CaptureRecord
 from graphspec.graphs.memory import MemoryLine, MemoryPlan
 from graphspec.runtime import resolve_runtime
-from graphspec.sampling_options import NEUTRAL
+from graphspec.shapes import NEUTRAL
 from graphspec.show import inspect
 from graphspec.show.draft_tree import draw_tree
 from graphspec.show.progress import progress_bars

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from graphspec import LLM, SamplingParams
+from graphspec.config import SamplingConfig
 from graphspec.engine.async_llm import AsyncLLM
 from graphspec.errors import CheckpointError, ConfigError, RequestError
 from graphspec.graphs.stages.sampling import probabilities
 from graphspec.kernels import select_kernels
-from graphspec.sampling_options import NEUTRAL, SamplingConfig, SamplingDefaults
-from graphspec.shapes import GREEDY, SamplingClass
+from graphspec.shapes import GREEDY, NEUTRAL, SamplingClass, SamplingDefaults
 from tests.support.engines import CHAIN, MIRROR_VOCAB, SMALL, TREE, Pair, add_tokenizer, ids, mirror_pair
 
 if TYPE_CHECKING:

@@ -195,7 +195,8 @@ def request_cases(shared: Shared) -> list[Case]:
         )
     biases: tuple[Any, ...] = (
         {44: 1.0}, {-1: 1.0}, {1: float("nan")}, {1: float("inf")}, {1: 1e9}, {"1": 1.0}, {1.5: 1}, {1: None}, {1: "1"}, {True: 1}, {1: 5},
-        dict.fromkeys(range(301), 1.0), dict.fromkeys(range(43), -100.0), [(1, 1.0)], {1: torch.tensor(1.0)}, {np.int64(1): np.float32(0.5)},
+        dict.fromkeys(range(301), 1.0), dict.fromkeys(range(43), -100.0), [(1, 1.0)], {1: torch.tensor(1.0)},
+        {np.int64(1): np.float32(0.5)},
     )  # fmt: skip
     for place, value in enumerate(biases):
         legal_bias = FIELDS["logit_bias"](value)

@@ -9,8 +9,7 @@ import pytest
 
 from graphspec.errors import CheckpointError
 from graphspec.facts import read_sampling_defaults
-from graphspec.sampling_options import NEUTRAL, SamplingDefaults
-from graphspec.shapes import GREEDY, SamplingClass
+from graphspec.shapes import GREEDY, NEUTRAL, SamplingClass, SamplingDefaults
 
 if TYPE_CHECKING:
     from pathlib import Path

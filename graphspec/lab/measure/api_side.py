@@ -18,11 +18,11 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from ...command_options import LaunchConfig
+from ...config import SamplingConfig
 from ...engine.folders import model_folder
 from ...engine.text import Tokenizer
 from ...errors import ConfigError, ResourceError
 from ...facts import read_model_facts, read_sampling_defaults
-from ...sampling_options import SamplingConfig
 from .metrics import Timeline
 from .workload import WorkloadRequest, make_workload
 

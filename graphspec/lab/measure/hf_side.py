@@ -12,13 +12,13 @@ import torch
 from ...buffers import DTYPES
 from ...catalog import Variant, all_variants, resolve_variant
 from ...command_options import LaunchConfig
+from ...config import SamplingConfig
 from ...engine.folders import DEMO, model_folder
 from ...engine.text import Tokenizer
 from ...errors import CheckpointError, ConfigError
 from ...facts import read_model_facts
 from ...hub import checkpoint_folder
 from ...paths import user_path
-from ...sampling_options import SamplingConfig
 from .metrics import Timeline
 from .workload import WorkloadRequest, make_workload
 
