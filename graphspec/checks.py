@@ -16,11 +16,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from numbers import Integral, Real
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from .errors import ConfigError, GraphspecError
 
 Errors = type[GraphspecError]
+Temperature = TypeVar("Temperature", float, float | None)
 
 INT32_MOST, INT64_MOST = 2**31 - 1, 2**63 - 1
 FLOAT32_LEAST = 2.0**-126
@@ -159,6 +160,11 @@ def in_range(
         kind = "an integer" if isinstance(value, int) else "a number"
         lower = f"above {spell(least)}" if above else f">= {spell(least)}"
         raise error(key, f"{kind} {lower}" + ("" if most is None else f", at most {spell(most)}"), brief(value))
+
+
+def usable_temperature(temperature: Temperature) -> Temperature:
+    """The temperature, or 0 for one below the smallest normal float32: devices flush it to 0."""
+    return 0.0 if temperature is not None and 0 < temperature < FLOAT32_LEAST else temperature
 
 
 def spell(number: float) -> str:

@@ -229,16 +229,20 @@ def _generate(config: LaunchConfig) -> int:
             return _print_errors(failures(list(errors.values())))
         served = {i: request for i, request in served.items() if errors[i] is None}
         prompts, params = [prompt for prompt, _ in served.values()], [params for _, params in served.values()]
-        llm.warm_up(len(served), sampling=sampling_class(params))
-        streaming = config.format == "text" and len(requests) == 1
+        count = sum(param.n for param in params)
+        llm.warm_up(count, sampling=sampling_class(params, llm.plan.sampling_defaults))
+        streaming = config.format == "text" and len(requests) == count == 1
         outputs = [] if streaming else llm.generate(prompts, params, progress=progress)
     if streaming:
         for event in llm.stream(prompts[0], params[0]):
             print(event.text, end="", flush=True)
         print()
     else:
-        done = dict(zip(served, outputs, strict=True))
-        errors |= {i: output.error for i, output in done.items() if output.finish_reason == "error"}
+        numbers = list(served)
+        done: dict[int, list[Output]] = {}
+        for output in outputs:
+            done.setdefault(numbers[output.index], []).append(output)
+        errors |= {i: output.error for i, several in done.items() for output in several if output.finish_reason == "error"}
         _print_outputs(config, [request.headline for request in requests], done, errors, llm)
         _print_errors(failures(list(errors.values())))
     if all(errors.values()):
@@ -249,19 +253,23 @@ def _generate(config: LaunchConfig) -> int:
 
 
 def _print_outputs(
-    config: LaunchConfig, headlines: Sequence[str], outputs: Mapping[int, Output], errors: Mapping[int, str | None], llm: LLM
+    config: LaunchConfig, headlines: Sequence[str], outputs: Mapping[int, Sequence[Output]], errors: Mapping[int, str | None], llm: LLM
 ) -> None:
-    """Print outputs, and in JSON the errors of failed requests."""
+    """Print the outputs of every prompt, and in JSON the errors of failed ones."""
     if config.format == "json":
-        rows = [_row(outputs.get(i), error) for i, error in errors.items()]
+        rows = []
+        for i, error in errors.items():
+            several = outputs.get(i) or (None,)
+            rows += [_row(output, error, i if len(several) > 1 else None) for output in several]
         asked, plan = {"variant": config.variant.name, "model": config.model.path}, llm.plan
         setting = asked | {"runtime": plan.runtime.name, "plan": plan.describe()}
         metrics = asdict(llm.metrics) if llm.metrics is not None else None
         print(json.dumps({"outputs": rows, "metrics": metrics, **setting}, default=str))
         return
-    for i, output in outputs.items():
-        if errors[i] is None:
-            print(f"--- {i}: {headlines[i]}\n{output.text}")
+    for i, several in outputs.items():
+        for output in several if errors[i] is None else ():
+            number = i if len(several) == 1 else f"{i}.{output.sample}"
+            print(f"--- {number}: {headlines[i]}\n{output.text}")
 
 
 def _inspect(config: LaunchConfig) -> int:
@@ -338,11 +346,12 @@ def _convert(words: Sequence[str]) -> int:
     return 0
 
 
-def _row(output: Output | None, error: str | None) -> dict[str, Any]:
+def _row(output: Output | None, error: str | None, index: int | None) -> dict[str, Any]:
     if output is None:
         return {"text": "", "token_ids": [], "finish_reason": "error", "error": error}
     row: dict[str, Any] = {"text": output.text, "token_ids": list(output.token_ids), "finish_reason": output.finish_reason}
     row |= {"seed": output.seed, "stop_reason": output.stop_reason}
+    row |= {} if index is None else {"index": index, "sample": output.sample}
     if output.logprobs is not None:
         row["logprobs"] = [asdict(entry) for entry in output.logprobs]
     return row | ({"error": error} if error is not None else {})

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from .checks import brief, conform
+from .checks import brief, conform, cut
 from .command_options import LaunchConfig
 from .config import SamplingConfig
 from .engine.request import SamplingParams, configured_params
 from .engine.text import Conversation, check_messages, check_text
 from .errors import ConfigError, RequestError
+from .hints import before_list, hint_for_sampling
 from .paths import read_json, read_text
 
 DEMO_PROMPT = 'def read_lines(path):\n    """'
@@ -132,7 +133,10 @@ def _parse(where: str, line: str) -> _Line:
     sampling = {key: value for key, value in row.items() if key not in ("prompt", "messages")}
     for key, value in sampling.items():
         if key not in hints:
-            raise ConfigError(where, "keys prompt, messages, " + ", ".join(hints), brief(key))
+            known = ["prompt", "messages", *hints]
+            raise ConfigError(
+                f"{where}: {cut(key)}", "a key of a request", brief(value), before_list(hint_for_sampling(key, known), "keys", known)
+            )
         given = _parse_bias(f"{where}: {key}", value) if key == "logit_bias" and isinstance(value, dict) else value
         sampling[key] = conform(f"{where}: {key}", given, hints[key], ConfigError)
     return _Line(prompt, sampling)

@@ -29,7 +29,7 @@ from .catalog import VARIANTS, all_variants
 from .checks import closest, cut, spell_type, typed
 from .command_options import LaunchConfig
 from .errors import ConfigError
-from .hints import hint_for_path
+from .hints import before_list, hint_for_path
 from .paths import read_text
 
 CONFIG_MODULE = "graphspec.conf"
@@ -296,8 +296,10 @@ def explain(error: Exception, words: Sequence[str]) -> ConfigError:
     if leaf in hints:
         return ConfigError(full_key, _spell(hints[leaf]), found)
     known = sorted(hints)
-    expected = "a key of the configuration" + (f", one of {', '.join(known)}" if known else "")
-    return ConfigError(full_key, expected, found, hint_for_path(full_key, _all_keys(LaunchConfig)))
+    hint = hint_for_path(full_key, _all_keys(LaunchConfig))
+    return ConfigError(
+        full_key, "a key of the configuration", found, before_list(hint, f"keys of {parent or 'it'}", known) if known else hint
+    )
 
 
 @contextmanager

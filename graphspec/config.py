@@ -6,13 +6,13 @@ The dataclasses are the schema of the YAML groups under ``conf/`` and can be bui
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
-from .checks import FLOAT32_LEAST, INT32_MOST, INT64_MOST, Errors, ascending, brief, check_fields, in_range, one_of
+from .checks import FLOAT32_LEAST, INT32_MOST, INT64_MOST, Errors, ascending, brief, check_fields, in_range, one_of, usable_temperature
 from .errors import ConfigError
-from .shapes import sampling_class_of
+from .shapes import NEUTRAL, sampling_class_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RUNTIMES = ("auto", "eager", "compiled", "captured")
@@ -26,6 +26,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DRAFT_NOISES = ("coupled", "none")
 DRAFT_PARALLEL = ("auto", "replicated", "sharded")
 NGRAM_MATCHES = ("bfs", "prob")
+GENERATION_CONFIGS = ("auto", "ignore")
 ACCEPT_RULES = ("match", "target_only", "rejection", "synthetic")
 
 MAX_ROWS = 65536
@@ -38,8 +39,10 @@ MAX_ENTRIES = 65536
 """Most stop ids or biased tokens of a request."""
 MAX_NGRAM = 1024
 MAX_THREADS = 4096
-TEMPERATURES = (1e-5, 1e5)
-"""Bounds of a temperature above 0: logits divided by it and noise multiplied by it stay finite in float32."""
+MOST_SAMPLES = 65536
+"""Most outputs of one prompt. Far above real use, to catch typing errors."""
+TEMPERATURES = (0, 1e5)
+"""Bounds of a temperature; noise multiplied by the largest stays finite in float32."""
 REPETITIONS = (0.01, 100.0)
 """Bounds of the repetition penalty: what it makes of a logit is finite in float32 up to logits of 3e36."""
 PENALTY_LIMIT = 2.0
@@ -49,32 +52,46 @@ LEAST, MOST = 1e-9, 1e9
 """Bounds of measured quantities, in any unit."""
 
 
+def check_defaults(params: Any, prefix: str, error: Errors) -> None:
+    """Check the bounds of the fields of :class:`SamplingDefaults`; their types are checked already. None passes: it says nothing.
+
+    Raises:
+        GraphspecError: of class ``error``; names ``prefix`` and the field.
+    """
+    in_range(f"{prefix}temperature", params.temperature, *TEMPERATURES, error=error)
+    in_range(f"{prefix}top_k", params.top_k, -1, INT64_MOST, error=error)
+    in_range(f"{prefix}repetition_penalty", params.repetition_penalty, *REPETITIONS, error=error)
+    if params.top_p is not None and not FLOAT32_LEAST <= params.top_p <= 1:
+        raise error(f"{prefix}top_p", f"a number above 0 ({FLOAT32_LEAST:.0e} or more), at most 1", params.top_p)
+    if params.min_p and not FLOAT32_LEAST <= params.min_p <= 1:
+        raise error(f"{prefix}min_p", f"0, or a number of {FLOAT32_LEAST:.0e} or more, at most 1", params.min_p)
+
+
 def check_sampling(params: Any, error: Errors) -> None:
     """Check the bounds of :class:`SamplingConfig` and ``SamplingParams`` that depend on no engine; their types are checked already.
 
     Raises:
         GraphspecError: of class ``error``; names ``sampling.<field>``.
     """
+    check_defaults(params, "sampling.", error)
+    # Without a new token there is still a prompt to return.
+    scores = getattr(params, "echo", False) or getattr(params, "prompt_logprobs", None) is not None
     limits: dict[str, tuple[float, float]] = {
-        "max_tokens": (1, INT64_MOST),
-        "top_k": (-1, INT64_MOST),
-        "repetition_penalty": REPETITIONS,
+        "max_tokens": (0 if scores else 1, INT64_MOST),
         "presence_penalty": (-PENALTY_LIMIT, PENALTY_LIMIT),
         "frequency_penalty": (-PENALTY_LIMIT, PENALTY_LIMIT),
     }
     for name, (least, most) in limits.items():
         in_range(f"sampling.{name}", getattr(params, name), least, most, error=error)
-    if params.temperature != 0 and not TEMPERATURES[0] <= params.temperature <= TEMPERATURES[1]:
-        raise error("sampling.temperature", f"0, or a number >= {TEMPERATURES[0]:g}, at most {TEMPERATURES[1]:g}", params.temperature)
     if params.seed is not None and not SEEDS[0] <= params.seed <= SEEDS[1]:
         raise error("sampling.seed", "null, or a 64-bit integer", brief(params.seed))
-    if not FLOAT32_LEAST <= params.top_p <= 1:
-        raise error("sampling.top_p", f"a number above 0 ({FLOAT32_LEAST:.0e} or more), at most 1", params.top_p)
-    if params.min_p != 0 and not FLOAT32_LEAST <= params.min_p <= 1:
-        raise error("sampling.min_p", f"0, or a number of {FLOAT32_LEAST:.0e} or more, at most 1", params.min_p)
-    most = min(params.max_tokens, INT32_MOST)
+    in_range("sampling.n", params.n, 1, MOST_SAMPLES, error=error)
+    if params.n > 1 and params.temperature == 0:
+        raise error("sampling.n", "1 at temperature 0, where all outputs would be the same", params.n)
+    longest = INT64_MOST if params.max_tokens is None else params.max_tokens
+    most = min(longest, INT32_MOST)
     if not 0 <= params.min_tokens <= most:
-        whose = " = max_tokens" if most == params.max_tokens else ""
+        whose = " = max_tokens" if most == longest else ""
         raise error("sampling.min_tokens", f"an integer >= 0, at most {most}{whose}", brief(params.min_tokens))
     in_range("sampling.logprobs", params.logprobs, 0, INT32_MOST, error=error)
     for name in ("stop_token_ids", "allowed_token_ids"):
@@ -164,10 +181,14 @@ class ModelConfig:
     """Branch, tag or commit of a model from the Hub; null: its main branch."""
     max_context: int | None = None
     """Longest prompt plus output, in tokens; null: what the checkpoint allows."""
+    generation_config: str = "auto"
+    """auto: where a request says nothing, temperature, top_k, top_p, min_p and repetition_penalty are those of the checkpoint's
+    generation_config.json; ignore: they are neutral."""
 
     def __post_init__(self) -> None:
         check_fields(self, "model", paths=("path",))
         in_range("model.max_context", self.max_context, 2, INT32_MOST)
+        one_of("model.generation_config", self.generation_config, GENERATION_CONFIGS)
 
 
 @dataclass(kw_only=True)
@@ -213,14 +234,15 @@ class RuntimeConfig:
     also compare what each cycle decided."""
     max_stop_ids: int = 8
     """Stop ids a request may have."""
-    max_logit_bias: int = 32
+    max_logit_bias: int = 300
     """Tokens a request may bias."""
     max_logprobs: int = 20
     """Alternatives a request may ask for with each token's log-probability."""
-    sampling_classes: list[str] = field(default_factory=lambda: ["greedy", "everything"])
+    sampling_classes: list[str] | None = None
     """What the sampler does for requests: greedy, everything, or some of noise, truncate, penalties, bias, allowed, bad_words, logprobs and
     grammar, such as noise+truncate; everything is all but grammar, and everything+grammar has that too. A launch runs the smallest class
-    prepared that covers its rows. Captured cycles of these are made at load; elsewhere programs are made at their first use."""
+    prepared that covers its rows. Captured cycles of these are made at load; elsewhere programs are made at their first use. null: greedy,
+    everything, and the class of requests that say nothing, by the checkpoint's sampling defaults."""
     max_bad_words: int = 64
     """Token sequences that a request's bad words may make; a word makes one or two, with a space in front of it and without."""
     max_bad_word_tokens: int = 8
@@ -248,7 +270,7 @@ class RuntimeConfig:
         in_range("runtime.max_bad_words", self.max_bad_words, 1, MAX_ENTRIES)
         in_range("runtime.max_bad_word_tokens", self.max_bad_word_tokens, 1, MAX_NGRAM)
         ascending("runtime.buckets", self.buckets, 1, MAX_ROWS)
-        for place, name in enumerate(self.sampling_classes):
+        for place, name in enumerate(self.sampling_classes or ()):
             if sampling_class_of(name, self.max_logprobs) is None:
                 parts = "noise, truncate (with noise), penalties, bias, allowed, bad_words, logprobs and grammar"
                 expected = f"greedy, everything, everything+grammar, or some of {parts}, joined by +"
@@ -295,11 +317,14 @@ class KernelsConfig:
 class SamplingConfig:
     """How the launcher's requests are sampled. The Python API takes a ``SamplingParams`` per request."""
 
-    max_tokens: int = 128
-    temperature: float = 0.0
-    """0 is greedy; above it, from 1e-5 to 1e5."""
+    max_tokens: int | None = 128
+    """Most new tokens; null: up to the end of the context."""
+    temperature: float | None = None
+    """0 is greedy, at most 1e5; null: the checkpoint's (model.generation_config), as for top_k, top_p, min_p and repetition_penalty."""
+    n: int = 1
+    """Outputs for each prompt, at a temperature above 0 if more than one."""
     seed: int | None = None
-    """64 bits that decide every draw; null: a fresh one for each request, reported with its output."""
+    """64 bits that decide every draw; null: a fresh one for each request, reported with its output. Output i has the seed seed + i."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Ids that end a request, in addition to the checkpoint's end-of-text ids."""
     ignore_eos: bool = False
@@ -307,13 +332,13 @@ class SamplingConfig:
     """Texts that end a request when they occur in its output."""
     include_stop_str_in_output: bool = False
     """The text that ended a request is part of its output."""
-    top_k: int = -1
+    top_k: int | None = None
     """Keep the k most likely tokens; -1 or 0: all."""
-    top_p: float = 1.0
+    top_p: float | None = None
     """Of those, keep the most likely ones that together hold this share; 1: all."""
-    min_p: float = 0.0
+    min_p: float | None = None
     """Of those, keep the ones at least this share as likely as the most likely; 0: all."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     """Divides positive logits, multiplies negative ones, of tokens in the prompt or the output, 0.01 to 100; 1: none."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of a token that is in the output."""
@@ -336,7 +361,24 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "sampling")
+        self.temperature = usable_temperature(self.temperature)
         check_sampling(self, ConfigError)
+
+    def stated(self) -> SamplingConfig:
+        """The same for what is measured or compared: neutral where it says nothing, so that no checkpoint's defaults change a figure.
+
+        Raises:
+            ConfigError: more than one output of a prompt.
+        """
+        if self.n != 1:
+            raise ConfigError("sampling.n", "1 where requests are measured or compared", self.n)
+        silent = {name: value for name, value in asdict(NEUTRAL).items() if getattr(self, name) is None}
+        return replace(self, **silent)
+
+    @property
+    def stated_temperature(self) -> float:
+        """That of :meth:`stated`."""
+        return NEUTRAL.temperature if self.temperature is None else self.temperature
 
 
 @dataclass(kw_only=True)

@@ -64,16 +64,64 @@ _ABSENT = _by_name({
 
 _PER_REQUEST = _by_name({
     "seed": ("random_seed",),
-    "max_tokens": ("max_new_tokens", "max_length"),
-    "temperature": ("do_sample",),
+    "max_tokens": ("max_new_tokens", "max_length", "max_completion_tokens", "n_predict", "num_predict"),
+    "min_tokens": ("min_new_tokens", "min_length"),
+    "n": ("num_return_sequences", "num_samples"),
+    "temperature": ("do_sample", "temp"),
+    "repetition_penalty": ("repeat_penalty",),
     "stop_token_ids": ("eos_token_id",),
-    "stop": ("stop_strings", "stop_sequences"),
+    "stop": ("stop_strings", "stop_sequences", "stop_words"),
     "bad_words": ("bad_words_ids",),
+    "logprobs": ("top_logprobs", "top_k_logprobs", "num_logprobs", "output_scores", "return_logprob", "top_logprobs_num"),
+    "logit_bias": ("sequence_bias",),
     "structured": (
         "structured_outputs", "guided_decoding", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format",
+        "json_schema", "regex", "ebnf", "grammar", "choice", "structural_tag",
     ),
 })  # fmt: skip
-"""Names that others have for a field of ``SamplingParams``."""
+"""Names that others have for a field of ``SamplingParams``, and parts of :class:`~graphspec.engine.structured.Structured`."""
+
+_NOT_PER_REQUEST = _by_name({
+    "beam search is not supported": (
+        "num_beams", "use_beam_search", "beam_width", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty",
+    ),
+    "all n outputs are returned, none is chosen as the best": ("best_of",),
+    "no code runs inside the sampler; logit_bias, allowed_token_ids, bad_words and structured are data": (
+        "logits_processors", "logits_processor", "custom_logit_processor",
+    ),
+    "repeated n-grams are not banned; repetition_penalty and frequency_penalty work against them": ("no_repeat_ngram_size",),
+    "the filters are top_k, top_p and min_p": ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_a", "tfs_z", "mirostat"),
+})  # fmt: skip
+"""Sampling parameters of other engines without an equivalent here, and the reason."""
+
+_NOTES = {
+    "do_sample": "temperature, which is 0 for greedy",
+    **{name: "structured=Structured(...)" for name, key in _PER_REQUEST.items() if key == "structured"},
+}
+"""What to say instead of the bare field."""
+
+
+def hint_for_sampling(name: str, known: Collection[str]) -> str:
+    """A hint for an unknown sampling parameter of a request; empty where none is near.
+
+    Args:
+        name: the parameter.
+        known: parameters that exist where it was given.
+    """
+    field = _PER_REQUEST.get(name)
+    if field in known:
+        return f"here it is {_NOTES.get(name, f'{field}, as in vLLM')}"
+    if field == "structured" and "structured_outputs" in known:
+        return "here it is structured_outputs, as in vLLM"
+    if name in _NOT_PER_REQUEST:
+        return _NOT_PER_REQUEST[name]
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.7)
+    return f"did you mean {close[0]}?" if close else ""
+
+
+def before_list(hint: str, what: str, known: Collection[str]) -> str:
+    """A hint with the names that exist after it, which may be many."""
+    return f"{hint}; " * bool(hint) + f"{what} are {', '.join(known)}"
 
 
 def hint_for(name: str, known: Collection[str], sampling: Collection[str] = ()) -> str:
@@ -86,6 +134,8 @@ def hint_for(name: str, known: Collection[str], sampling: Collection[str] = ()) 
     """
     if (field := _PER_REQUEST.get(name, name)) in sampling:
         return f"each request has its own: SamplingParams({field}=...)"
+    if name in _NOT_PER_REQUEST:
+        return _NOT_PER_REQUEST[name]
     if name in _OURS:
         return f"here it is {_OURS[name]}"
     if name in _ABSENT:
@@ -111,6 +161,8 @@ def hint_for_path(path: str, known: Collection[str]) -> str:
         return f"did you mean {' or '.join(elsewhere)}?"
     if leaf in _PER_REQUEST and (key := f"sampling.{_PER_REQUEST[leaf]}") in known:
         return f"here it is {key}"
+    if leaf in _NOT_PER_REQUEST:
+        return _NOT_PER_REQUEST[leaf]
     if leaf in _OURS:
         return f"here it is {_with_group(_OURS[leaf], known)}"
     if leaf in _ABSENT:

@@ -17,15 +17,17 @@ from .errors import ConfigError
 from .runtime import Runtime, resolve_runtime
 from .shapes import (
     MAX_WINDOW,
+    NEUTRAL,
     PLAIN,
     WORD_BITS,
     CycleShape,
     GraphKey,
     SamplingClass,
+    SamplingDefaults,
     prefill_budget,
     prefill_chunks,
-    sampling_class_of,
-)  # fmt: skip
+    prepared_classes,
+)
 from .static_tree import StaticTree
 
 if TYPE_CHECKING:
@@ -92,6 +94,8 @@ class Plan:
     max_stop_ids: int
     max_logit_bias: int
     max_logprobs: int
+    sampling_defaults: SamplingDefaults
+    """What a request is sampled with where it says nothing."""
     sampling_classes: tuple[SamplingClass, ...]
     """Whose programs are made at load where they are captured."""
     max_bad_words: int
@@ -358,7 +362,7 @@ def _check_ranks(config: Config, target: ModelFacts) -> None:
         raise ConfigError("kernels.linear_table", f"null {spread}: each rank would choose for itself", config.kernels.linear_table)
 
 
-def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, device: str) -> Plan:
+def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, device: str, defaults: SamplingDefaults = NEUTRAL) -> Plan:
     """Derive every number of an engine.
 
     Args:
@@ -366,6 +370,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         target: facts of the target checkpoint.
         draft: facts of the draft checkpoint; None for variants without a network.
         device: the resolved device, ``cpu`` or ``cuda``.
+        defaults: what a request is sampled with where it says nothing.
 
     Raises:
         ConfigError: a value out of range for this model, or values that contradict each other.
@@ -444,7 +449,6 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
     )
     plain = 0 in config.adaptive.depths or any(first.num_steps == 0 for first in bucket_shapes)
     logprobs = min(runtime.max_logprobs, target.vocab_size)
-    classes = (sampling_class_of(name, logprobs) for name in runtime.sampling_classes)
     return Plan(
         variant=variant,
         target=target,
@@ -481,7 +485,8 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         max_stop_ids=runtime.max_stop_ids,
         max_logit_bias=runtime.max_logit_bias,
         max_logprobs=logprobs,
-        sampling_classes=tuple(dict.fromkeys(found for found in classes if found is not None)),
+        sampling_defaults=defaults,
+        sampling_classes=prepared_classes(runtime.sampling_classes, defaults, logprobs),
         max_bad_words=runtime.max_bad_words,
         max_bad_word_tokens=runtime.max_bad_word_tokens,
         accept=rule,

@@ -31,8 +31,9 @@ that it keeps, ``G`` gates of a token.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from .errors import ConfigError
 
@@ -210,6 +211,47 @@ def sampling_class_of(name: str, logprobs: int) -> SamplingClass | None:
 
 GREEDY = SamplingClass()
 SAMPLED = SamplingClass(noise=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """What a request is sampled with where it says nothing. Made without arguments, the neutral values: greedy, no filter, no penalty."""
+
+    temperature: float = 0.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @property
+    def sampling_class(self) -> SamplingClass:
+        """What a request that says nothing asks of the sampler."""
+        return drawing_class(self)
+
+
+NEUTRAL = SamplingDefaults()
+
+
+def drawing_class(params: Any) -> SamplingClass:
+    """What the fields of :class:`SamplingDefaults` ask of the sampler, none of them None. Filters act above temperature 0."""
+    hot = params.temperature > 0
+    truncate = hot and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+    return SamplingClass(noise=hot, truncate=truncate, penalties=params.repetition_penalty != 1)
+
+
+def prepared_classes(names: Sequence[str] | None, defaults: SamplingDefaults, logprobs: int) -> tuple[SamplingClass, ...]:
+    """Classes whose programs an engine prepares.
+
+    Args:
+        names: ``runtime.sampling_classes``; None: greedy, that of requests that say nothing, and everything.
+        defaults: of the checkpoint.
+        logprobs: alternatives of a class with log-probabilities.
+    """
+    spelled = ("greedy", "everything") if names is None else names
+    found = [each for name in spelled if (each := sampling_class_of(name, logprobs)) is not None]
+    if names is None:
+        found.insert(1, defaults.sampling_class)
+    return tuple(dict.fromkeys(found))
 
 
 @dataclass(frozen=True, slots=True, order=True)

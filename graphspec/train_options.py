@@ -7,12 +7,14 @@ from itertools import pairwise
 from typing import Any
 
 from .checks import INT32_MOST, INT64_MOST, brief, check, check_fields, in_range, one_of
-from .config import LEAST, MOST, SEEDS, TEMPERATURES
+from .config import LEAST, MOST, SEEDS
 
 DTYPES = ("float32", "bfloat16")
 SCHEDULES = ("linear", "cosine", "constant")
 TARGETS = ("llama", "qwen3_5")
 DEFAULT_STEPS = 600
+TEMPERATURES = (1e-5, 1e5)
+"""Bounds of a temperature above 0, by which logits are divided."""
 MOST_WARM_UP = 40
 """Default steps of the warm-up, at most a tenth of the schedule."""
 LONGEST = 2**20

@@ -54,7 +54,7 @@ def random_prompts(llm: LLM, count: int, tokens: int, seed: int) -> list[list[in
 
 def measure(llm: LLM, prompts: list[list[int]], max_tokens: int, temperature: float) -> tuple[dict[str, Any], list[list[int]]]:
     """A record of the acceptance over all ``prompts``, each with its index as seed, and the tokens."""
-    params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=i) for i in range(len(prompts))]
+    params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=i).resolve() for i in range(len(prompts))]
     outputs = llm.generate(prompts, params)
     m, shape = llm.metrics, llm.plan.shape
     assert m is not None

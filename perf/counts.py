@@ -114,7 +114,7 @@ def cycles() -> Counts:
     from graphspec.engine.llm import LLM
     from graphspec.engine.request import SamplingParams
 
-    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True).resolve()
     found: Counts = {}
     for variant, shape in CYCLE_CASES:
         llm = _engine(LLM, variant, shape, runtime="eager", max_rows=len(PROMPTS), buckets=[len(PROMPTS)])

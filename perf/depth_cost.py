@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plain = LLM(variant="none", **keys)
     share_weights(adaptive.cycle.target, plain.cycle.target)
     prompts = held_out_prompts(plain.tokenizer.encode, args.batch, args.prompt_tokens)
-    params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
+    params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True).resolve()
     take_turns(adaptive, plain, prompts, params, plain_first=False)  # compiles
     learned = adaptive.depth_policy
     assert isinstance(learned, AdaptiveDepth)

@@ -153,7 +153,7 @@ class HostPath:
         self.cycle.prepare([*self.plan.graph_keys(GREEDY), *self.cycle.prefills(GREEDY)])
         self.scheduler = Scheduler(self.plan, self.cycle, GREEDY)
         self.requests: list[Request] = []
-        params = SamplingParams(max_tokens=scenario.budget, seed=0)
+        params = SamplingParams(max_tokens=scenario.budget, seed=0).resolve()
         self._next = Request(index=0, prompt=[5] * 24, params=params, stop_ids=(), budget=scenario.budget)
         for _ in range(scenario.rows):
             self._add()

@@ -127,7 +127,7 @@ def plain_step(
 
 def prefill(llm: LLM, prompt: list[int]) -> int:
     """Generate one token, which leaves the prompt's KV in the pages of row 0; returns the token."""
-    [first] = llm.generate(prompt, SamplingParams(max_tokens=1))[0].token_ids
+    [first] = llm.generate(prompt, SamplingParams(max_tokens=1).resolve())[0].token_ids
     return first
 
 
@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     llm = LLM(variant="none", runtime=args.runtime, max_rows=1, buckets=[1], max_context=512, prefix_cache=False)
     prompts = held_out_prompts(llm.tokenizer.encode, args.prompts, args.prompt_tokens)
-    params = SamplingParams(max_tokens=args.max_tokens)
+    params = SamplingParams(max_tokens=args.max_tokens).resolve()
     stop = llm.plan.target.eos_token_ids[0]
     loops: list[PlainLoop | DenseLoop] = [PlainLoop(llm)]
     if args.runtime == "compiled":

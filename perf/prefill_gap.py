@@ -93,7 +93,8 @@ def measure(llm: LLM, prompts: Sequence[Sequence[int]], tokens_per_cycle: int, n
     scheduler = Scheduler(plan, cycle, None)
     scheduler.add_programs(GREEDY, plan.buckets, llm.cycle.prefills(GREEDY))
     requests = [
-        Request(index, list(prompt), SamplingParams(seed=0), (), new_tokens if index == 0 else NEW) for index, prompt in enumerate(prompts)
+        Request(index, list(prompt), SamplingParams(seed=0).resolve(), (), new_tokens if index == 0 else NEW)
+        for index, prompt in enumerate(prompts)
     ]
     waiting, steps = list(requests), 0
     while waiting or scheduler.busy:

@@ -76,7 +76,7 @@ def graphspec_decoder(name: str, settings: argparse.Namespace, baseline: str, **
     engine = {"model": settings.model, "runtime": settings.runtime, "dtype": settings.dtype, "prefix_cache": False}
     context = max(512, settings.prompt_tokens + settings.max_tokens + 64)
     llm = LLM(max_rows=settings.batch, buckets=[settings.batch], max_context=context, **engine, **overrides)
-    params = SamplingParams(max_tokens=settings.max_tokens)
+    params = SamplingParams(max_tokens=settings.max_tokens).resolve()
 
     def run(prompts: list[list[int]]) -> list[list[int]]:
         return [out.token_ids for out in llm.generate(prompts, params)]

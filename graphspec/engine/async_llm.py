@@ -60,7 +60,8 @@ class AsyncLLM:
     """Callers of one engine in an event loop, any number at a time; the engine has a thread of its own, so that the loop is never held up.
 
     Loading blocks, as that of :class:`~graphspec.engine.llm.LLM` does: make it before the loop, or with ``asyncio.to_thread``. Programs for
-    greedy requests are built then as well, for every bucket, so that no caller waits while another's are compiled.
+    greedy requests, and for requests that say nothing, are built then as well, for every bucket, so that no caller waits while another's
+    are compiled.
 
     Args:
         llm: an existing engine, whose other callers go on; None: one is made.
@@ -73,7 +74,8 @@ class AsyncLLM:
     def __init__(self, llm: LLM | None = None, **arguments: Any) -> None:
         self.llm = llm if llm is not None else LLM(**arguments)
         """The same engine for callers that wait."""
-        self.llm.warm_up(self.llm.plan.max_rows, sampling=GREEDY)
+        for sampling in {GREEDY: None, self.llm.plan.sampling_defaults.sampling_class: None}:
+            self.llm.warm_up(self.llm.plan.max_rows, sampling=sampling)
         # Apart, so that short texts wait neither for long ones nor for grammars.
         self._short, self._long, self._grammars = (Workers(name, THREADS) for name in ("texts", "long texts", "grammars"))
 

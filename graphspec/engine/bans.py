@@ -1,8 +1,9 @@
-"""What a request must not sample, as tables of its row: the allowed tokens as bits, bad words as token sequences."""
+"""What a request biases and must not sample, as tables of its row: biased tokens, allowed ones as bits, bad words as token sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,8 +13,8 @@ from ..shapes import WORD_BITS
 from .request import Request, SamplingParams
 from .text import Tokenizer
 
-Table = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-GROUPS = frozenset(("allowed", "bad_words"))
+Table = np.ndarray[tuple[int, ...], np.dtype[Any]]
+GROUPS = frozenset(("bias", "allowed", "bad_words"))
 """Fields of :class:`~graphspec.shapes.SamplingClass` whose rows the host writes, since a message has no room for them."""
 
 
@@ -61,6 +62,13 @@ def row_tables(request: Request, tokens: Sequence[int], plan: Plan) -> dict[str,
         plan: of the engine.
     """
     tables: dict[str, Table] = {}
+    if request.params.sampling_class.bias:
+        bias = request.params.logit_bias or {}
+        unused = plan.max_logit_bias - len(bias)
+        tables["bias_id_RI"] = np.asarray([*bias, *[-1] * unused], dtype=np.int64)
+        tables["bias_value_RI"] = np.asarray([*bias.values(), *[0.0] * unused], dtype=np.float32)
+        # The first position at which a stop id may be sampled.
+        tables["stop_from_R"] = np.asarray(len(request.prompt) + request.params.min_tokens)
     if request.params.allowed_token_ids is not None:
         words = -(-plan.target.vocab_size // WORD_BITS)
         bits = np.zeros(words * WORD_BITS, dtype=np.uint8)

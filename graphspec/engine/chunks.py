@@ -95,6 +95,4 @@ def _join(plan: Plan, request: Request, row: int) -> Join:
         repetition=params.repetition_penalty,
         presence=params.presence_penalty,
         frequency=params.frequency_penalty,
-        bias=tuple((params.logit_bias or {}).items()),
-        stop_from=len(request.prompt) + params.min_tokens,
     )

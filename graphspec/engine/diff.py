@@ -15,7 +15,7 @@ from ..graphs.programs import Key
 from ..graphs.stages.mailbox import Message
 from .llm import LLM
 from .prompts import Prompt
-from .request import configured_params
+from .request import measured_params
 
 RELATIVE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Float slots of different kernels agree to this share of the slot's largest magnitude; integers, and equal kernels, agree exactly."""
@@ -132,7 +132,7 @@ def diff(config: Config, left: str, right: str, prompt: Prompt, max_tokens: int 
     if any(side.cycle.preparation is not None for side in sides):
         found = config.kernels.attention
         raise ConfigError("kernels.attention", "one without a host step before each launch: the right side launches nothing itself", found)
-    params = configured_params(config.sampling, max_tokens=max_tokens, stop_token_ids=(), ignore_eos=False)
+    params = measured_params(config.sampling, max_tokens=max_tokens, stop_token_ids=(), ignore_eos=False)
     sides[0].check(prompt, params)
     for side in sides:
         side.warm_up(sampling=params.sampling_class)

@@ -15,7 +15,7 @@ from ..buffers import DTYPES
 from ..catalog import load_object, resolve_variant
 from ..config import Config
 from ..errors import ConfigError
-from ..facts import check_tokenizer, read_model_facts
+from ..facts import check_tokenizer, read_model_facts, read_sampling_defaults
 from ..graphs.capture import CaptureRecord
 from ..graphs.cycle import Cycle, Progress
 from ..graphs.memory import fit_memory
@@ -28,7 +28,7 @@ from ..models.target import load_target
 from ..models.token_map import apply_token_map, load_token_map
 from ..paths import user_path
 from ..plan import Plan, make_plan
-from ..shapes import GREEDY, SamplingClass
+from ..shapes import GREEDY, NEUTRAL, SamplingClass
 from . import ranks
 from .arguments import check_cycles, check_launcher, check_progress, check_warm_up, engine_config
 from .calls import Exclusive
@@ -162,7 +162,9 @@ class LLM:
             raise ConfigError(
                 "variant.draft", f"nothing for variant {variant.name!r}, which has no draft network", self.config.variant.draft
             )
-        return make_plan(self.config, target.of_rank(rank, self.config.runtime.tensor_parallel), draft, device=device)
+        defaults = read_sampling_defaults(self.folder) if self.config.model.generation_config == "auto" else NEUTRAL
+        ranks_target = target.of_rank(rank, self.config.runtime.tensor_parallel)
+        return make_plan(self.config, ranks_target, draft, device=device, defaults=defaults)
 
     def _load(self) -> Cycle:
         plan = self.plan
@@ -285,7 +287,8 @@ class LLM:
 
         Args:
             prompts: a text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; or a list of these.
-            params: one for all prompts, or one per prompt; default greedy, 128 tokens.
+            params: one for all prompts, or one per prompt, each a ``SamplingParams`` or a mapping of its fields; default 128 tokens,
+                sampled as the checkpoint's ``generation_config.json`` says, greedy without one.
             progress: called as ``progress("generate", tokens, most tokens)``.
             launcher: what launches the programs, default the engine's own cycle; a comparison or a recorder may stand in front of it, and
                 then no other call may be open.
@@ -384,7 +387,7 @@ class LLM:
 
         Args:
             messages: one conversation, a list of ``{"role": "user", "content": "..."}``, oldest first; or a list of conversations.
-            params: one for all conversations, or one per conversation; default greedy, 128 tokens.
+            params: as for :meth:`generate`.
             progress: called as ``progress("generate", tokens, most tokens)``.
             sampling_params: another name of ``params``.
             priority, deadline, cache_salt: as for :meth:`generate`.
@@ -415,13 +418,13 @@ class LLM:
         """Check requests as :meth:`generate` does, without compiling or running anything.
 
         Returns:
-            For each request the error message, or None if it can be served.
+            For each prompt the error message, or None if it can be served.
 
         Raises:
             RequestError: the single prompt of the call can't be served, or there is not one params object per prompt.
             CheckpointError: text or a conversation that the checkpoint has no tokenizer or template for.
         """
-        return [request.error for request in self._requests(prompts, params)]
+        return [request.error for request in self._requests(prompts, params) if request.sample == 0]
 
     def _requests(self, prompts: Prompt | Sequence[Prompt], params: Params, *, one: bool = False) -> list[Request]:
         return make_requests(prompts, params, self.plan, self._encode, one=one, tokenizer=lambda: self.tokenizer, grammars=self._grammars)
@@ -477,7 +480,8 @@ class LLM:
             ResourceError: another call is open on this engine.
         """
         cycles = check_cycles(cycles, self.plan)
-        requests = self._requests(prompt, SamplingParams(max_tokens=(cycles + 1) * self.plan.accept_width, ignore_eos=True), one=True)
+        params = SamplingParams(max_tokens=(cycles + 1) * self.plan.accept_width, ignore_eos=True).resolve()
+        requests = self._requests(prompt, params, one=True)
         bucket = self.cycle.buckets(GREEDY)[0]
         shape = self.plan.key(bucket, GREEDY, self.plan.depths_of(bucket)[-1]).shape
         found: list[tuple[list[int], list[int], list[int], set[int]]] = []

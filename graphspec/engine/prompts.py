@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from numbers import Number
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from ..checks import brief, integers, is_array, typed
 from ..errors import CheckpointError, GraphspecError, RequestError
 from ..plan import Plan
 from .bans import check_bans, encode_bad_words
 from .grammar import Grammars
-from .request import Request, SamplingParams, check_params, check_prompt
-from .stops import OutputText, StopCheck
+from .request import Request, ResolvedParams, SamplingParams, check_names
+from .request_checks import check_params, check_prompt
+from .stops import NothingNew, OutputText, StopCheck
 from .text import Conversation, Tokenizer
 from .text_bounds import check_fits
 
@@ -37,7 +39,9 @@ def _no_tokenizer() -> Tokenizer:
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Conversation
 Encode = Callable[..., list[int]]
 """Of a text or a conversation; of a text, with ``add_special_tokens=False`` where it gets none."""
-Params = SamplingParams | Sequence[SamplingParams] | None
+Param = SamplingParams | Mapping[str, Any]
+Params = Param | Sequence[Param] | None
+"""Parameters of a call, one for all prompts or one for each; a mapping has fields of :class:`SamplingParams`."""
 
 LONGEST = 2**24
 """Most token ids of a prompt, or prompts of a call, that are read one by one; ranges and views can claim any length."""
@@ -81,7 +85,7 @@ def split_prompts(prompts: object) -> tuple[bool, list[object]]:
 
 
 def read_prompt(prompt: object, encode: Encode) -> list[int]:
-    """Token ids of one prompt; whether the vocabulary has them is :func:`~graphspec.engine.request.check_prompt`'s question.
+    """Token ids of one prompt; whether the vocabulary has them is :func:`~graphspec.engine.request_checks.check_prompt`'s question.
 
     Args:
         prompt: in one of the spellings.
@@ -142,18 +146,31 @@ def read_params(params: object, count: int) -> list[SamplingParams]:
     """One ``SamplingParams`` for each of ``count`` prompts.
 
     Raises:
-        RequestError: something else was given, or not one for each prompt.
+        RequestError: something else was given, a mapping with an unknown key or a bad value, or not one for each prompt.
     """
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams | Mapping):
+        return [_read_param("params", params)] * count
     if not isinstance(params, list | tuple):
-        raise RequestError("params", "a SamplingParams, or a list with one for each prompt", typed(params))
-    for place, param in enumerate(params):
-        if not isinstance(param, SamplingParams):
-            raise RequestError(f"params[{place}]", "a SamplingParams", typed(param))
-    if len(params) != count:
-        raise RequestError("params", f"one SamplingParams, or one for each of the {count} prompts", f"{len(params)} of them")
-    return list(params)
+        raise RequestError("params", "a SamplingParams, a mapping of its fields, or a list with one for each prompt", typed(params))
+    found = [_read_param(f"params[{place}]", param) for place, param in enumerate(params)]
+    if len(found) != count:
+        raise RequestError("params", f"one SamplingParams, or one for each of the {count} prompts", f"{len(found)} of them")
+    return found
+
+
+def _read_param(key: str, param: object) -> SamplingParams:
+    if isinstance(param, SamplingParams):
+        return param
+    if not isinstance(param, Mapping):
+        raise RequestError(key, "a SamplingParams, or a mapping of its fields", typed(param))
+    try:
+        given = dict(param.items())
+    except Exception as reason:
+        raise RequestError(key, "a mapping of the fields of SamplingParams", f"{type(param).__name__} that can't be read") from reason
+    check_names(given)
+    return SamplingParams(**given)
 
 
 def one_of_params(params: Params, sampling_params: Params) -> Params:
@@ -199,14 +216,24 @@ def make_requests(
     if one and len(many) != 1:
         raise RequestError("prompt", "one prompt", f"{len(many)} of them")
     requests = []
-    for index, (prompt, param) in enumerate(zip(many, read_params(params, len(many)), strict=True)):
+    chosen = read_params(params, len(many))
+    # One object often serves many prompts.
+    resolved = {id(given): _resolve(given, plan) for given in chosen}
+    for index, (prompt, given) in enumerate(zip(many, chosen, strict=True)):
+        param, wrong = resolved[id(given)]
         request = Request(index=index, prompt=[], params=param.sample(0), stop_ids=(), budget=0)
         try:
+            if wrong is not None:
+                raise wrong
             request.prompt = read_prompt(prompt, encode)
             request.stop_ids = check_params(param, plan, plan.target.eos_token_ids)
             check_prompt(request.prompt, plan)
-            request.budget = min(param.max_tokens, plan.max_context - len(request.prompt))
+            # A request without new tokens has a budget all the same: what the last chunk of its prompt gives is dropped.
+            room = plan.max_context - len(request.prompt)
+            request.budget = room if param.max_tokens is None else min(max(param.max_tokens, 1), room)
             _add_texts(request, plan, tokenizer)
+            if param.max_tokens == 0:
+                request.stops = NothingNew()
             if param.structured is not None:
                 request.grammar = grammars.grammar(param, request.stop_ids, tokenizer)
         except (RequestError, CheckpointError) as error:
@@ -229,6 +256,14 @@ def _bounded(encode: Encode, plan: Plan, tokenizer: Callable[[], Tokenizer]) -> 
     return encode_if_it_fits
 
 
+def _resolve(given: SamplingParams, plan: Plan) -> tuple[ResolvedParams, RequestError | None]:
+    """Parameters with the checkpoint's defaults, and what is wrong with them then."""
+    try:
+        return given.resolve(plan.sampling_defaults), None
+    except RequestError as error:
+        return replace(given, n=1).resolve(plan.sampling_defaults), error
+
+
 def _add_texts(request: Request, plan: Plan, tokenizer: Callable[[], Tokenizer]) -> None:
     """What a request's parameters say in text.
 
@@ -249,7 +284,7 @@ def _add_texts(request: Request, plan: Plan, tokenizer: Callable[[], Tokenizer])
         request.stops = StopCheck(lambda: OutputText(tokenizer(), params, request.prompt))
 
 
-def _another(first: Request, params: SamplingParams, sample: int) -> Request:
+def _another(first: Request, params: ResolvedParams, sample: int) -> Request:
     """One more output of the same prompt."""
     stops = first.stops.again() if first.stops is not None else None
     another = Request(first.index, first.prompt, params.sample(sample), first.stop_ids, first.budget)

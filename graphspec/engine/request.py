@@ -5,22 +5,21 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import reduce
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import reduce, wraps
 from itertools import islice
 from operator import or_
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
-from ..checks import INT32_MOST, brief, check_fields, in_range
+from ..checks import INT32_MOST, brief, check_fields, cut, in_range, usable_temperature
 from ..config import SamplingConfig, check_sampling
 from ..errors import GraphspecError, RequestError
 from ..graphs.grammar import Grammar
-from ..plan import Plan
-from ..shapes import GREEDY, SamplingClass
+from ..hints import before_list, hint_for_sampling
+from ..shapes import GREEDY, NEUTRAL, SamplingClass, SamplingDefaults, drawing_class
 from .structured import Structured
 
-MOST_SAMPLES = 65536
-"""Most outputs of one prompt. Far above real use, to catch typing errors."""
+Made = TypeVar("Made")
 
 
 class LogitBias(dict[int, float]):
@@ -39,13 +38,44 @@ class LogitBias(dict[int, float]):
         return LogitBias, (dict(self),)
 
 
+def check_names(given: Mapping[Any, object]) -> None:
+    """Check the names of sampling parameters.
+
+    Raises:
+        RequestError: one is no field; the hint has ours for it.
+    """
+    known = [f.name for f in fields(SamplingParams)]
+    for name, value in given.items():
+        if name not in known:
+            key = cut(name) if isinstance(name, str) else brief(name)
+            hint = hint_for_sampling(key, known)
+            raise RequestError(f"sampling.{key}", "a field of SamplingParams", f"{key}={brief(value)}", before_list(hint, "fields", known))
+
+
+def _names_checked(kind: type[Made]) -> type[Made]:
+    """The class, whose constructor refuses unknown keywords with a hint; its signature stays."""
+    made = kind.__init__
+
+    @wraps(made)
+    def init(self: Made, *positional: Any, **given: Any) -> None:
+        check_names(given)
+        made(self, *positional, **given)
+
+    kind.__init__ = init  # type: ignore[method-assign,assignment]
+    return kind
+
+
+@_names_checked
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled and when it ends. Every number is checked here, as far as that needs no engine.
 
+    ``temperature``, ``top_k``, ``top_p``, ``min_p`` and ``repetition_penalty`` are None where the request says nothing: then they are the
+    checkpoint's (``model.generation_config``), which are neutral in most checkpoints.
+
     Attributes:
-        max_tokens: most new tokens, at least 1.
-        temperature: 0 is greedy; above it, from 1e-5 to 1e5.
+        max_tokens: most new tokens, at least 1, or 0 with ``echo`` or ``prompt_logprobs``; None: up to the end of the context.
+        temperature: 0 is greedy, at most 1e5. One below the smallest normal float32 (1.2e-38) is 0.
         seed: 64 bits, signed or not; two requests with one seed and one prompt get one output. None: every request draws a seed of its own,
             which its output names.
         n: outputs for each prompt, at a temperature above 0 if more than one. Each is a request of its own, with the seed ``seed + i``.
@@ -83,18 +113,18 @@ class SamplingParams:
         RequestError: a value of another type, not finite or out of range; the key is ``sampling.<field>``.
     """
 
-    max_tokens: int = 128
-    temperature: float = 0.0
+    max_tokens: int | None = 128
+    temperature: float | None = None
     seed: int | None = None
     n: int = 1
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     stop: Sequence[str] | None = ()
     include_stop_str_in_output: bool = False
-    top_k: int = -1
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
@@ -113,10 +143,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_fields(self, "sampling", error=RequestError)
+        object.__setattr__(self, "temperature", usable_temperature(self.temperature))
         check_sampling(self, RequestError)
-        in_range("sampling.n", self.n, 1, MOST_SAMPLES, error=RequestError)
-        if self.n > 1 and self.temperature == 0:
-            raise RequestError("sampling.n", "1 at temperature 0, where all outputs would be the same", self.n)
         for name in ("num_steps", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 in_range(f"sampling.{name}", value, 0, INT32_MOST, error=RequestError)
@@ -131,14 +159,40 @@ class SamplingParams:
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", LogitBias(self.logit_bias))
 
+    def resolve(self, defaults: SamplingDefaults = NEUTRAL) -> ResolvedParams:
+        """These parameters with ``defaults`` where they say nothing.
+
+        Raises:
+            RequestError: more than one output at a temperature of 0 that was not stated.
+        """
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return ResolvedParams(**values | {name: value for name, value in asdict(defaults).items() if values[name] is None})
+
+    @property
+    def depth(self) -> int | None:
+        """Most drafted tokens that a cycle accepts; None: as many as the engine drafts."""
+        return self.num_steps if self.speculate else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedParams(SamplingParams):
+    """Parameters that leave nothing to the checkpoint's defaults. The engine knows no others."""
+
+    temperature: float = NEUTRAL.temperature
+    top_k: int = NEUTRAL.top_k
+    top_p: float = NEUTRAL.top_p
+    min_p: float = NEUTRAL.min_p
+    repetition_penalty: float = NEUTRAL.repetition_penalty
+
+    def resolve(self, defaults: SamplingDefaults = NEUTRAL) -> ResolvedParams:
+        """Themselves."""
+        return self
+
     @property
     def sampling_class(self) -> SamplingClass:
         """What this request asks of the sampler."""
-        hot = self.temperature > 0
-        return SamplingClass(
-            noise=hot,
-            truncate=hot and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0),
-            penalties=(self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0),
+        return drawing_class(self) | SamplingClass(
+            penalties=(self.presence_penalty, self.frequency_penalty) != (0, 0),
             bias=bool(self.logit_bias) or self.min_tokens > 0,
             logprobs=-1 if self.logprobs is None else self.logprobs,
             allowed=self.allowed_token_ids is not None,
@@ -147,12 +201,7 @@ class SamplingParams:
             grammar=self.structured is not None,
         )
 
-    @property
-    def depth(self) -> int | None:
-        """Most drafted tokens that a cycle accepts; None: as many as the engine drafts."""
-        return self.num_steps if self.speculate else 0
-
-    def sample(self, number: int) -> SamplingParams:
+    def sample(self, number: int) -> ResolvedParams:
         """The parameters of one of the ``n`` outputs."""
         if self.n == 1:
             return self
@@ -166,9 +215,18 @@ def configured_params(config: SamplingConfig, **changes: Any) -> SamplingParams:
     return SamplingParams(**({f.name: getattr(config, f.name) for f in fields(config)} | changes))
 
 
-def sampling_class(params: Iterable[SamplingParams]) -> SamplingClass:
-    """The class that serves all of these requests at once."""
-    return reduce(or_, (param.sampling_class for param in params), GREEDY)
+def measured_params(config: SamplingConfig, **changes: Any) -> ResolvedParams:
+    """The same for one request that is measured or compared: the checkpoint's defaults have no say.
+
+    Raises:
+        ConfigError: more than one output.
+    """
+    return configured_params(config.stated(), **changes).resolve()
+
+
+def sampling_class(params: Iterable[SamplingParams], defaults: SamplingDefaults = NEUTRAL) -> SamplingClass:
+    """The class that serves all of these requests at once; ``defaults``: of the engine that is to serve them."""
+    return reduce(or_, (param.resolve(defaults).sampling_class for param in params), GREEDY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +300,8 @@ class Request:
 
     index: int
     prompt: list[int]
-    params: SamplingParams
+    params: ResolvedParams
+    """Made from others with the neutral values where they say nothing."""
     stop_ids: tuple[int, ...]
     budget: int
     priority: int = 0
@@ -319,6 +378,7 @@ class Request:
         return [*self.prompt[start:end], *self.output[max(0, start - prompt) : max(0, end - prompt)]]
 
     def __post_init__(self) -> None:
+        self.params = self.params.resolve()
         self.seed = secrets.randbits(64) if self.params.seed is None else self.params.seed
 
     def begin(self, row: int, pages: list[int]) -> None:
@@ -375,62 +435,3 @@ class Request:
 def _shortened(tokens: Iterable[int], logprobs: Iterable[tuple[float, dict[int, float]]], most: int) -> Iterator[TokenLogprob]:
     for token, (logprob, top) in zip(tokens, logprobs, strict=False):
         yield TokenLogprob(token, logprob, dict(islice(top.items(), most)))
-
-
-def check_params(params: SamplingParams, plan: Plan, eos_ids: Sequence[int]) -> tuple[int, ...]:
-    """Check ``params`` against the plan; returns the ids that stop the request.
-
-    Raises:
-        RequestError: names the field.
-    """
-    vocab = plan.target.vocab_size
-    stops = tuple(dict.fromkeys([*params.stop_token_ids, *([] if params.ignore_eos else eos_ids)]))
-    for stop in stops:
-        if not 0 <= stop < vocab:
-            raise RequestError("sampling.stop_token_ids", f"ids from 0 to {vocab - 1}", stop)
-    if len(stops) > plan.max_stop_ids:
-        raise RequestError(
-            "sampling.stop_token_ids", f"at most runtime.max_stop_ids = {plan.max_stop_ids}, end-of-text ids included", len(stops)
-        )
-    bias = params.logit_bias or {}
-    if len(bias) > plan.max_logit_bias:
-        raise RequestError("sampling.logit_bias", f"at most runtime.max_logit_bias = {plan.max_logit_bias} tokens", len(bias))
-    for token in bias:
-        if token >= vocab:
-            raise RequestError("sampling.logit_bias", f"token ids from 0 to {vocab - 1}", token)
-    for name in ("logprobs", "prompt_logprobs"):
-        if (count := getattr(params, name)) is not None and count > plan.max_logprobs:
-            raise RequestError(f"sampling.{name}", f"None, or 0 to runtime.max_logprobs = {plan.max_logprobs}", count)
-    if params.num_steps is not None and params.num_steps > plan.shape.num_steps:
-        raise RequestError("sampling.num_steps", f"None, or 0 to variant.num_steps = {plan.shape.num_steps}", params.num_steps)
-    allowed = set(params.allowed_token_ids or ())
-    if allowed and max(allowed) >= vocab:
-        raise RequestError("sampling.allowed_token_ids", f"token ids from 0 to {vocab - 1}", max(allowed))
-    if allowed and params.min_tokens and allowed.issubset(stops):
-        raise RequestError("sampling.allowed_token_ids", "a token that ends nothing, for min_tokens of them", sorted(allowed))
-    # A synthetic run ends at its budget: its tokens are meaningless, stop ids included.
-    return () if plan.accept.synthetic else stops
-
-
-def check_prompt(prompt: Sequence[int], plan: Plan) -> None:
-    """Check a tokenised prompt.
-
-    Raises:
-        RequestError: empty, too long for the context or the page pool, or with an id outside the vocabulary.
-    """
-    if not prompt:
-        raise RequestError("prompt", "at least one token", "an empty prompt")
-    if len(prompt) >= plan.max_context:
-        raise RequestError(
-            "prompt", f"at most {plan.max_context - 1} tokens (max_context {plan.max_context}, one of them new)", f"{len(prompt)} tokens"
-        )
-    for position, token in enumerate(prompt):
-        if not 0 <= token < plan.target.vocab_size:
-            raise RequestError(f"prompt[{position}]", f"a token id from 0 to {plan.target.vocab_size - 1}", brief(token))
-    needed, available = plan.pages_for(len(prompt) + plan.tokens_in_flight), plan.num_pages - 1
-    if needed > available:
-        raise RequestError(
-            "runtime.num_pages",
-            f"{needed} pages of {plan.page_size} for a prompt of {len(prompt)} tokens and the window after it",
-            available,
-        )

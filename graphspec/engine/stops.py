@@ -124,6 +124,18 @@ class StopCheck:
         return (tokens, status) if self._text.stop is None else (tokens[: self._text.count - before], Status.STOPPED)
 
 
+class NothingNew:
+    """Ends a request that wants no new token where its prompt has been read."""
+
+    def again(self) -> NothingNew:
+        """The same for another output."""
+        return self
+
+    def cut(self, output: Sequence[int], tokens: list[int], status: int) -> tuple[list[int], int]:
+        """No token, and the row's status: ``Status.LENGTH`` unless the row failed or lives."""
+        return [], Status.LENGTH if status == Status.STOPPED else status
+
+
 def overlap(text: str, stop: str) -> int:
     """Characters at the end of ``text`` with which ``stop`` begins, not all of it."""
     return next((length for length in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:length])), 0)

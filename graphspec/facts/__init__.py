@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .draft import DraftFacts, DraftPass
+from .generation import read_sampling_defaults
 from .latent import LatentFacts
 from .model import ModelFacts, read_model_facts
 from .moe import ExpertFacts
@@ -23,6 +24,7 @@ __all__ = [
     "Sharding",
     "check_tokenizer",
     "read_model_facts",
+    "read_sampling_defaults",
     "read_tokenizer_config",
     "special_token",
 ]

@@ -12,6 +12,7 @@ from pathlib import Path
 from ..errors import CheckpointError, ConfigError
 from .families import LLAMA, Family, find_family, target_architectures
 from .files import find_file
+from .generation import FILE as GENERATION_FILE
 from .keys import (
     MOST_HEAD_DIM,
     MOST_HEADS,
@@ -206,7 +207,7 @@ def _read_eos(keys: Keys, vocab_size: int) -> tuple[int, ...] | None:
 
 def _read_ids(keys: Keys, path: Path, facts: ModelFacts) -> ModelFacts:
     """The facts with the ids that begin and end a text; those of ``generation_config.json`` take precedence."""
-    generation = path / "generation_config.json"
+    generation = path / GENERATION_FILE
     eos, stated = _read_eos(keys, facts.vocab_size), None
     if find_file(generation):
         stated = _read_eos(read_keys(generation), facts.vocab_size)

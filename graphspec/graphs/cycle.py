@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -460,7 +461,7 @@ class Cycle:
                 if slot.group in groups and slot.dims[0] == "R":
                     self.arena[slot.name][row].fill_(slot.fill)
 
-    def write_row(self, row: int, values: Mapping[str, np.ndarray[tuple[int, ...], np.dtype[np.int64]]]) -> None:
+    def write_row(self, row: int, values: Mapping[str, np.ndarray[tuple[int, ...], np.dtype[Any]]]) -> None:
         """Write slots of a row that no message has room for. Ordered like a launch, as :meth:`clear_row` is.
 
         Args:

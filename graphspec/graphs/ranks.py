@@ -148,7 +148,7 @@ class LeadingCycle(RankCycle):
         do = super().clear_row
         self._on_all_ranks(lambda: do(row, groups), "clear_row", row, groups)
 
-    def write_row(self, row: int, values: Mapping[str, np.ndarray[tuple[int, ...], np.dtype[np.int64]]]) -> None:
+    def write_row(self, row: int, values: Mapping[str, np.ndarray[tuple[int, ...], np.dtype[Any]]]) -> None:
         do = super().write_row
         self._on_all_ranks(lambda: do(row, values), "write_row", row, dict(values))
 

@@ -72,7 +72,7 @@ def _cases(generator: torch.Generator) -> list[Case]:
         logits[0, -1, :2] = torch.tensor([torch.nan, torch.inf])[:vocab]
         return {
             "logits_BTV": logits,
-            "temperature_B": torch.tensor([0.7, 0.0, 1.0, 1.6])[torch.arange(lanes) % 4],
+            "temperature_B": torch.tensor([0.7, 0.0, 2.0**-126, 1.6])[torch.arange(lanes) % 4],
             "top_k_B": torch.randint(-1, vocab + 2, (lanes,), generator=generator),
             "top_p_B": torch.tensor([0.3, 0.9, 1.0])[torch.randint(0, 3, (lanes,), generator=generator)],
             "min_p_B": torch.tensor([0.0, 0.05, 1.0])[torch.randint(0, 3, (lanes,), generator=generator)],

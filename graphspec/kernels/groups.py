@@ -49,14 +49,6 @@ class Penalties(NamedTuple):
     prompt_seen_RV: Tensor
 
 
-class Bias(NamedTuple):
-    """Biased tokens of each row, and the first position at which it may stop."""
-
-    bias_id_RI: Tensor
-    bias_value_RI: Tensor
-    stop_from_R: Tensor
-
-
 class Window(NamedTuple):
     """The tokens that each row committed last, with the target's features, and the entries before them that a drafter reads again."""
 

@@ -7,12 +7,12 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from .groups import Bias, Lanes, Penalties, RowRequest, Truncation
+from .groups import Lanes, Penalties, RowRequest, Truncation
 from .op import WRITTEN, Case, KernelOp
 
 FREE = 0
 """``status_R`` of a free row (:class:`graphspec.buffers.Status`)."""
-JOIN_WORDS = 12
+JOIN_WORDS = 11
 """Words of a join before its stop ids."""
 
 
@@ -34,15 +34,14 @@ def mail_apply(
     rows: Annotated[RowRequest, WRITTEN],
     truncation: Annotated[Truncation, WRITTEN] | None = None,
     penalties: Annotated[Penalties, WRITTEN] | None = None,
-    bias: Annotated[Bias, WRITTEN] | None = None,
 ) -> None:
     """Copy lanes, aborts, page-table entries and joins from a vector of int64 words into the slots, in place.
 
     Lane b takes row ``mail[lanes_at + b]``. Every row in ``mail[aborts_at:pages_at]`` becomes free. Words from ``pages_at`` to
     ``pages_end`` are triples (row, column, page). The words of a join are row, budget, seed, temperature, draft length, top-k, top-p,
-    min-p, repetition, presence, frequency, first position of a stop id; E stop ids, I biased ids and I values follow. Floats are the
-    float32 in a word's low half. A join sets all of these in its row, and the row's counts to zero. No part of the message is ever absent:
-    unused entries name the dummy row. Joins and aborts write different slots, so their order does not matter.
+    min-p, repetition, presence and frequency; E stop ids follow. Floats are the float32 in a word's low half. A join sets all of these
+    in its row, and the row's counts to zero. No part of the message is ever absent: unused entries name the dummy row. Joins and aborts
+    write different slots, so their order does not matter.
 
     Then each lane's slots get its row's page table, seed and temperature, which the stages of this launch read.
 
@@ -54,9 +53,8 @@ def mail_apply(
         joins_at, joins, join_words: static: offset of the joins, their number, words of each.
         lanes: row and seed int64, table int32, temperature float32; written.
         rows: page table int32, temperature float32, the others int64; written.
-        truncation: top-k int64, the others float32; written. None, as each of the following: no join writes such slots.
+        truncation: top-k int64, the others float32; written. None, as the following: no join writes such slots.
         penalties: counts, and marks of the prompt's tokens, are integers, the others float32; written.
-        bias: values float32, the others int64; written.
     """
     lane_row_B, lane_table_BP, lane_seed_B, lane_temperature_B = lanes
     status_R, budget_R, seed_R, temperature_R, draft_len_R, stop_id_RE, page_table_RP = rows
@@ -65,13 +63,13 @@ def mail_apply(
     row, column, page = mail[pages_at:pages_end].view(-1, 3).unbind(1)
     page_table_RP.index_put_((row, column), page.to(torch.int32))
     join_JW = mail[joins_at : joins_at + joins * join_words].view(joins, join_words)
-    to, ids_at = join_JW[:, 0], JOIN_WORDS + stop_id_RE.shape[1]
+    to = join_JW[:, 0]
     if joins:
         budget_R.index_copy_(0, to, join_JW[:, 1])
         seed_R.index_copy_(0, to, join_JW[:, 2])
         temperature_R.index_copy_(0, to, _floats(join_JW[:, 3]))
         draft_len_R.index_copy_(0, to, join_JW[:, 4])
-        stop_id_RE.index_copy_(0, to, join_JW[:, JOIN_WORDS:ids_at])
+        stop_id_RE.index_copy_(0, to, join_JW[:, JOIN_WORDS : JOIN_WORDS + stop_id_RE.shape[1]])
     lane_table_BP.copy_(page_table_RP[lane_row_B])
     lane_seed_B.copy_(seed_R[lane_row_B])
     lane_temperature_B.copy_(temperature_R[lane_row_B])
@@ -87,32 +85,24 @@ def mail_apply(
         frequency_R.index_copy_(0, to, _floats(join_JW[:, 10]))
         output_count_RV.index_fill_(0, to, 0)
         prompt_seen_RV.index_fill_(0, to, 0)
-    if bias is not None:
-        bias_id_RI, bias_value_RI, stop_from_R = bias
-        values_at = ids_at + bias_id_RI.shape[1]
-        stop_from_R.index_copy_(0, to, join_JW[:, 11])
-        bias_id_RI.index_copy_(0, to, join_JW[:, ids_at:values_at])
-        bias_value_RI.index_copy_(0, to, _floats(join_JW[:, values_at : values_at + bias_id_RI.shape[1]]))
 
 
 def _cases(generator: torch.Generator) -> list[Case]:
     def integers(least: int, most: int, *shape: int) -> Tensor:
         return torch.randint(least, most, shape, generator=generator)
 
-    def case(
-        lanes: int, rows: int, columns: int, updates: int, stops: int, groups: str = "", joins: int = 1, biased: int = 3, vocab: int = 70
-    ) -> Case:
+    def case(lanes: int, rows: int, columns: int, updates: int, stops: int, groups: str = "", joins: int = 1, vocab: int = 70) -> Case:
         places = torch.randperm(rows * columns, generator=generator)[:updates]
         pages = torch.stack((places // columns, places % columns, integers(1, 1000, updates)), 1)
-        bits = torch.randn(joins, JOIN_WORDS + biased, generator=generator).view(torch.int32).long()
+        bits = torch.randn(joins, JOIN_WORDS, generator=generator).view(torch.int32).long()
         join = integers(-(2**62), 2**62, joins, JOIN_WORDS)
         join[:, 0] = torch.randperm(rows, generator=generator)[:joins]
         for word in (3, 6, 7, 8, 9, 10):
             join[:, word] = bits[:, word]
-        whole = torch.cat((join, integers(-1, 99, joins, stops), integers(-1, 99, joins, biased), bits[:, -biased:]), 1)
+        whole = torch.cat((join, integers(-1, 99, joins, stops)), 1)
         parts = (integers(0, rows, lanes + 1), integers(0, rows, rows), pages.flatten(), integers(0, 99, 4))
         at = [0, lanes + 1, lanes + 1 + rows, lanes + 1 + rows + 3 * updates]
-        truncate, penalties, bias = (group in groups for group in "tpb")
+        truncate, penalties = (group in groups for group in "tp")
         return {
             "mail": torch.cat((*parts, whole.flatten(), integers(0, 99, 5))),
             "lanes_at": at[0], "aborts_at": at[1], "pages_at": at[2], "pages_end": at[3],
@@ -128,17 +118,14 @@ def _cases(generator: torch.Generator) -> list[Case]:
             **{n: torch.rand(rows, generator=generator) if penalties else None for n in ("repetition_R", "presence_R", "frequency_R")},
             "output_count_RV": integers(0, 9, rows, vocab).to(torch.int32) if penalties else None,
             "prompt_seen_RV": integers(0, 2, rows, vocab).to(torch.int8) if penalties else None,
-            "bias_id_RI": integers(-1, 99, rows, biased) if bias else None,
-            "bias_value_RI": torch.rand(rows, biased, generator=generator) if bias else None,
-            "stop_from_R": integers(0, 99, rows) if bias else None,
         }  # fmt: skip
 
     return [
         case(1, 2, 1, 0, 1, joins=0),
-        case(3, 5, 7, 9, 2, "tpb"),
+        case(3, 5, 7, 9, 2, "tp"),
         case(2, 3, 130, 300, 4, "p", vocab=4099),
-        case(4, 9, 17, 1, 8, "tb", biased=1),
-        case(4, 9, 3, 5, 2, "tpb", joins=4, vocab=4099),
+        case(4, 9, 17, 1, 8, "t"),
+        case(4, 9, 3, 5, 2, "tp", joins=4, vocab=4099),
     ]
 
 

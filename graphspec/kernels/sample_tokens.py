@@ -60,7 +60,7 @@ def _cases(generator: torch.Generator) -> list[Case]:
         logits[-1, 0, -1:] = torch.inf
         return {
             "logits_BTV": logits,
-            "temperature_B": torch.tensor([0.7, 0.0, 1.0, 1.6])[torch.arange(lanes) % 4] if noisy else None,
+            "temperature_B": torch.tensor([0.7, 0.0, 2.0**-126, 1.6])[torch.arange(lanes) % 4] if noisy else None,
             "seed_B": torch.randint(-(2**62), 2**62, (lanes,), generator=generator) if noisy else None,
             "position_BT": torch.randint(0, 5000, (lanes, rows), generator=generator) if noisy else None,
             "top_k_B": torch.randint(-1, vocab + 2, (lanes,), generator=generator) if filtered else None,

@@ -185,7 +185,7 @@ class Api:
         body = parse(CompletionBody, data)
         check_model(body.model, self.model)
         make = partial(CompletionWriter, body, self.model, self.tokenizer)
-        return Asked(body, body.prompts, make, body.params(self.most_tokens, structured_of(body)))
+        return Asked(body, body.prompts, make, body.params(self.most_tokens, self.plan.sampling_defaults, structured_of(body)))
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
@@ -198,7 +198,7 @@ class Api:
             raise bad_field("messages", "a checkpoint with a chat template", "one without: send a prompt to /v1/completions")
         tools = read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
         make = partial(ChatWriter, body, self.model, self.tokenizer, tools=tools)
-        params = body.params(self.most_tokens, structured_of(body, tools), MARKS if tools.read else ())
+        params = body.params(self.most_tokens, self.plan.sampling_defaults, structured_of(body, tools), MARKS if tools.read else ())
         return Asked(body, [conversation_of(body, tools)], make, params)
 
     async def _answer(self, request: Request, asked: Asked) -> Response:

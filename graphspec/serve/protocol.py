@@ -16,6 +16,8 @@ from ..engine.prompts import Prompt, TextPrompt
 from ..engine.request import SamplingParams
 from ..engine.structured import Structured
 from ..errors import RequestError
+from ..hints import hint_for_sampling
+from ..shapes import SamplingDefaults
 from .errors import ApiError
 
 Kind = TypeVar("Kind")
@@ -36,6 +38,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Fields that are accepted only at these values, where they have no effect."""
 COMPLETION_TOKENS = 16
 """OpenAI's default of new tokens for a completion."""
+TEMPERATURE = 1.0
+"""OpenAI's default."""
 PASSED_ON = (
     "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty", "stop_token_ids",
     "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens", "allowed_token_ids", "bad_words", "speculate",
@@ -66,7 +70,7 @@ class Body(ABC):
 
     model: str | None = None
     max_tokens: int | None = None
-    temperature: float = 1.0
+    temperature: float | None = None
     top_p: float | None = None
     n: int = 1
     seed: int | None = None
@@ -117,11 +121,16 @@ class Body(ABC):
     def new_tokens(self, most: int) -> int:
         """The most new tokens of each output; ``most``: the server's limit."""
 
-    def params(self, most: int, structured: Structured | None = None, kept: Sequence[str] = ()) -> SamplingParams:
+    def params(
+        self, most: int, defaults: SamplingDefaults, structured: Structured | None = None, kept: Sequence[str] = ()
+    ) -> SamplingParams:
         """Sampling parameters of the request.
+
+        Where it says nothing they are the checkpoint's, but a temperature only if the checkpoint is sampled: else that is OpenAI's default.
 
         Args:
             most: the server's limit of new tokens.
+            defaults: of the checkpoint.
             structured: format of its output; None: free.
             kept: special tokens that stay in its text.
 
@@ -138,7 +147,8 @@ class Body(ABC):
             "logit_bias": self._bias(),
             "kept_special_tokens": kept,
         }
-        return SamplingParams(max_tokens=new, temperature=self.temperature, n=self.n, echo=self.echo, structured=structured, **given)
+        temperature = TEMPERATURE if self.temperature is None and defaults.temperature == 0 else self.temperature
+        return SamplingParams(max_tokens=new, temperature=temperature, n=self.n, echo=self.echo, structured=structured, **given)
 
     def _bias(self) -> dict[int, float] | None:
         if self.logit_bias is None:
@@ -236,9 +246,13 @@ def parse(kind: type[Kind], data: Mapping[str, Any], prefix: str = "") -> Kind:
     given = {name: value for name, value in data.items() if value is not None}
     known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     others = [name for name in given if name not in known and name not in NO_BEARING]
-    refused = [brief(prefix + name, 200).strip("'") for name in others if name not in NEUTRAL or given[name] not in NEUTRAL[name]]
+    refused = [name for name in others if name not in NEUTRAL or given[name] not in NEUTRAL[name]]
     if refused:
-        raise ApiError(400, f"unsupported: {', '.join(refused)}", refused[0], "unsupported_field")
+        spelled = {name: brief(prefix + name, 200).strip("'") for name in refused}
+        hints = {name: hint for name in refused if (hint := hint_for_sampling(name, known))}
+        hint = "; ".join(f"{spelled[name]}: {text}" for name, text in hints.items())
+        message = f"unsupported: {', '.join(spelled.values())}" + f" ({hint})" * bool(hint)
+        raise ApiError(400, message, spelled[refused[0]], "unsupported_field")
     return kind(**{name: value for name, value in given.items() if name in known})
 
 

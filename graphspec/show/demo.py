@@ -134,9 +134,9 @@ def run_demo(config: Config, prompt: str, console: Console | None = None, notes:
     import torch
 
     from ..engine.llm import LLM
-    from ..engine.request import configured_params
+    from ..engine.request import measured_params
 
-    params = configured_params(config.sampling)
+    params = measured_params(config.sampling)
     if params.seed is None:
         # What is compared below is one request run on several engines.
         params = replace(params, seed=0)
@@ -199,7 +199,7 @@ def eager_engine(config: Config, prompt: str, threads: int) -> LLM:
     from ..engine.llm import LLM
 
     # A token has at least one byte, but for a few that a tokenizer may put in front.
-    room = len(prompt.encode()) + config.sampling.max_tokens + 64
+    room = len(prompt.encode()) + (config.sampling.max_tokens or SMALL_CONTEXT) + 64
     model = replace(config.model, max_context=room) if config.model.max_context is None and room <= SMALL_CONTEXT else config.model
     runtime = RuntimeConfig(name="eager", max_rows=1, buckets=[1], prefill_chunks=[32])
     hardware = replace(config.hardware, threads=threads)

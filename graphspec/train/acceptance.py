@@ -61,7 +61,8 @@ def continue_held_out(llm: LLM, config: AcceptanceConfig, stream: np.ndarray, te
     """
     prompts = cut_prompts(stream, config.prompts, config.prompt_length, config.seed).tolist()
     seeds = range(config.seed, config.seed + len(prompts))
-    outputs = llm.generate(prompts, [SamplingParams(max_tokens=config.new_tokens, temperature=temperature, seed=seed) for seed in seeds])
+    params = [SamplingParams(max_tokens=config.new_tokens, temperature=temperature, seed=seed).resolve() for seed in seeds]
+    outputs = llm.generate(prompts, params)
     for output in outputs:
         if output.error is not None:
             raise ResourceError(f"held-out prompt {output.index}", "a continuation", output.error)

@@ -42,7 +42,11 @@ class Revision:
         started = time.perf_counter()
         # Prompts repeat and must be read each time; older versions have no such key.
         off = {"prefix_cache": False} if hasattr(RuntimeConfig, "prefix_cache") else {}
-        self.engines[name] = LLM(model="demo", **off, **keys), prompts, SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        self.engines[name] = (
+            LLM(model="demo", **off, **keys),
+            prompts,
+            SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+        )
         self.run(name)
         return {"seconds": time.perf_counter() - started}
 

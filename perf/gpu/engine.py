@@ -61,7 +61,7 @@ class WholeEngine:
         """
         plan, generator = self.bench.plan, torch.Generator().manual_seed(0)
         prompts = torch.randint(5, min(1000, plan.target.vocab_size), (count, self.prompt), generator=generator).tolist()
-        params = SamplingParams(max_tokens=tokens, temperature=0.0, seed=0, ignore_eos=True)
+        params = SamplingParams(max_tokens=tokens, temperature=0.0, seed=0, ignore_eos=True).resolve()
         requests = make_requests(prompts, params, plan, _no_text)
         self.engine.run(requests)
         short = [(request.finish_reason, request.error, len(request.output)) for request in requests if len(request.output) != tokens]

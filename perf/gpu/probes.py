@@ -148,7 +148,7 @@ def tokens(shape: str, runtime: str, **keys: Any) -> tuple[Any, list[list[int]]]
     from graphspec.engine.request import SamplingParams
 
     llm = LLM(runtime=runtime, **{**OPTIONS, **SHAPES[shape], **keys})
-    params = [SamplingParams(max_tokens=24, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 0.8)]
+    params = [SamplingParams(max_tokens=24, temperature=t, seed=3, ignore_eos=True).resolve() for t in (0.0, 0.8)]
     return llm, [out.token_ids for out in llm.generate([PROMPT, PROMPT[:5]], params)]
 
 

@@ -23,6 +23,7 @@ from graphspec.errors import ConfigError, RequestError, ResourceError
 from graphspec.graphs.capture import CaptureRecord
 from graphspec.graphs.memory import MemoryLine, MemoryPlan
 from graphspec.runtime import resolve_runtime
+from graphspec.shapes import NEUTRAL
 from graphspec.show import inspect
 from graphspec.show.draft_tree import draw_tree
 from graphspec.show.progress import progress_bars
@@ -52,6 +53,7 @@ class FakeLLM:
             shape=SimpleNamespace(num_steps=5, topk=4, num_draft_tokens=16),
             device=device,
             dtype="bfloat16",
+            sampling_defaults=NEUTRAL,
             runtime=resolve_runtime(config.runtime.name, device),
         )
         self.ends = {0: "configuration", 7: "chat template"}
@@ -213,7 +215,7 @@ def test_jsonl_requests_carry_their_own_sampling(run, tmp_path):
     )
     [(prompts, params)] = run("generate", f"prompt_file={path}", "sampling.max_tokens=5").engines[0].calls
     assert prompts == ["a", "b"]
-    assert [(p.max_tokens, p.temperature, p.stop_token_ids) for p in params] == [(5, 0.0, ()), (3, 1, (7,))]
+    assert [(p.max_tokens, p.temperature, p.stop_token_ids) for p in params] == [(5, None, ()), (3, 1, (7,))]
     assert [(p.logit_bias, p.logprobs) for p in params] == [({}, None), ({4: -1.0}, 2)]
 
 
@@ -223,7 +225,14 @@ def test_jsonl_requests_carry_their_own_sampling(run, tmp_path):
         ("{", "one JSON value per line"),
         ("3", '"prompt"'),
         ('{"prompt": 3}', '"prompt"'),
-        ('{"prompt": "a", "top_q": 1}', "top_q"),
+        (
+            '{"prompt": "a", "top_q": 1}',
+            "top_q: expected a key of a request, found 1 (did you mean top_p?; keys are prompt, messages, max_tokens",
+        ),
+        (
+            '{"prompt": "a", "max_new_tokens": 1}',
+            "max_new_tokens: expected a key of a request, found 1 (here it is max_tokens, as in vLLM; keys",
+        ),
         ('{"prompt": "a", "logit_bias": {"x": 1}}', "token ids and numbers"),
         ('{"prompt": "a", "logprobs": "x"}', "expected an integer"),
         ('{"prompt": "a", "max_tokens": "many"}', "expected an integer"),

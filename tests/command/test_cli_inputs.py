@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from graphspec import cli
+from graphspec import SamplingParams, cli
 from graphspec.compose import load_config
 from graphspec.engine.llm import LLM
 from graphspec.errors import ConfigError
@@ -208,6 +209,48 @@ def test_requests_that_fail_alone_leave_the_others(target: Path, tmp_path: Path,
     assert "request 1: sampling.logprobs" in err and "request 2: prompt: expected text in UTF-8" in err
     code, out, err = run(target, capsys, prompt_file)
     assert code == 0 and out.startswith("--- 0: w1 w2\n") and "\n--- 3: w3\n" in out and "--- 1" not in out
+
+
+def test_several_outputs_of_a_prompt(target: Path, tmp_path: Path, capsys: Any) -> None:
+    hot = ("sampling.temperature=1", "sampling.seed=5")
+    code, out, err = run(target, capsys, "prompt=w1 w2", "sampling.n=3", *hot)
+    wanted = LLM(target, variant="none", **SMALL).generate("w1 w2", SamplingParams(max_tokens=3, n=3, temperature=1, seed=5))
+    assert code == 0 and out == "".join(f"--- 0.{output.sample}: w1 w2\n{output.text}\n" for output in wanted) and "tokens/s" in err
+    prompt_file = lines(tmp_path / "prompts.jsonl", "w1 w2", {"prompt": "w3", "n": 1}, {"prompt": "w4", "n": 2, "temperature": 0})
+    code, out, err = run(target, capsys, prompt_file, "sampling.n=3", *hot, "format=json")
+    rows = json.loads(out)["outputs"]
+    assert [row["token_ids"] for row in rows[:3]] == ids(wanted) and [row.get("sample") for row in rows] == [0, 1, 2, None, None]
+    assert [row.get("index") for row in rows] == [0, 0, 0, None, None] and [row["finish_reason"] for row in rows[3:]] == ["length", "error"]
+    assert code == 0 and "request 2: sampling.n: expected 1 at temperature 0" in err
+    code, out, err = run(target, capsys, "prompt=w1", "sampling.n=2")
+    assert (code, out) == (2, "") and err.startswith(
+        "graphspec: sampling.n: expected 1 at temperature 0, where all outputs would be the same"
+    )
+
+
+def test_the_checkpoint_says_how_it_is_sampled(target: Path, tmp_path: Path, capsys: Any) -> None:
+    folder = shutil.copytree(target, tmp_path / "target")
+    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 2.0, "top_k": 7}')
+    seeded = ("prompt=w1 w2", "sampling.seed=5", "sampling.max_tokens=9", "sampling.ignore_eos=true", "format=json")
+
+    def tokens(place: Path, *words: str) -> list[int]:
+        code, out, _ = run(place, capsys, *seeded, *words)
+        assert code == 0
+        return json.loads(out)["outputs"][0]["token_ids"]
+
+    silent = tokens(folder)
+    assert silent == tokens(target, "sampling.temperature=2.0", "sampling.top_k=7") != tokens(target)
+    assert tokens(folder, "sampling=greedy") == tokens(folder, "model.generation_config=ignore") == tokens(target)
+    assert tokens(folder, "sampling=sample") == tokens(target, "sampling=sample") != silent
+    with pytest.raises(SystemExit):
+        cli.main(["inspect", f"model.path={folder}", "variant=none", "runtime=eager", "prompt=w1"])
+    assert "'temperature': 2.0, 'top_k': 7, 'top_p': 1.0" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_output_up_to_the_end_of_the_context(target: Path, capsys: Any) -> None:
+    words = ("prompt=w1 w2", "sampling.max_tokens=null", "sampling.ignore_eos=true", "model.max_context=20", "format=json")
+    code, out, _ = run(target, capsys, *words)
+    assert code == 0 and len(json.loads(out)["outputs"][0]["token_ids"]) == 18
 
 
 @pytest.mark.parametrize(

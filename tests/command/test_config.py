@@ -84,7 +84,7 @@ BAD = {
     ),
     "model=/some/folder": ("model", "one of deepseek-v3, demo", "'/some/folder'", "model.path=/the/folder"),
     "variant=[nothing]": ("variant", "one of dflash, eagle, eagle3, mtp, ngram, ngram_trie, none, p_eagle, standalone"),
-    "sampling=3": ("sampling", "one of greedy, sample", "'3'"),
+    "sampling=3": ("sampling", "one of auto, greedy, sample", "'3'"),
     "experiment=nothing": ("experiment", "demo_tree"),
     "variant.topkk=1": ("variant.topkk", "num_draft_tokens", "topkk=1", "did you mean topk?"),
     "topk=1": ("topk", "variant", "topk=1", "did you mean variant.topk?"),
@@ -98,13 +98,20 @@ BAD = {
     "speculative_config=x": ("speculative_config", "here it is variant= and variant.draft="),
     "lora_paths=x": ("lora_paths", "adapters are not supported"),
     "variant.topk=abc": ("variant.topk", "an integer or null", "abc"),
-    "sampling.temperature=null": ("sampling.temperature", "a number", "null"),
+    "sampling.presence_penalty=null": ("sampling.presence_penalty", "a number", "null"),
     "runtime.buckets=8": ("runtime.buckets", "a list of integers", "8"),
     "runtime.buckets=[4,1]": ("runtime.buckets", "ascending", "[4, 1]"),
     "variant.topk=0": ("variant.topk", ">= 1", "0"),
-    "sampling.temperature=-1": ("sampling.temperature", "0, or a number >= 1e-05", "-1"),
+    "sampling.temperature=-1": ("sampling.temperature", "a number >= 0", "-1"),
     "sampling.temperature=nan": ("sampling.temperature", "a finite number", "nan"),
-    "sampling.temperature=1e-6": ("sampling.temperature", "0, or a number >= 1e-05", "1e-06"),
+    "sampling.n=0": ("sampling.n", ">= 1", "0"),
+    "model.generation_config=often": ("model.generation_config", "one of auto, ignore"),
+    "sampling.max_new_tokens=3": (
+        "sampling.max_new_tokens",
+        "a key of the configuration",
+        "here it is sampling.max_tokens; keys of sampling",
+    ),
+    "sampling.num_beams=3": ("sampling.num_beams", "a key of the configuration", "beam search is not supported; keys of sampling"),
     "sampling.temperature=1e39": ("sampling.temperature", "at most 100000", "1e+39"),
     "sampling.top_p=2": ("sampling.top_p", "above 0", "at most 1", "2.0"),
     "sampling.top_k=10000000000000000000": ("sampling.top_k", "at most 2^63 - 1", "10000000000000000000"),
@@ -194,6 +201,6 @@ def test_composing_writes_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_python_construction_equals_composition():
     built = engine_config(Config(), {"num_steps": 4, "topk": 1, "num_draft_tokens": 5, "device": "cpu", "dtype": "float32"})
-    built.hardware.name = "cpu"
+    built.hardware.name, built.sampling = "cpu", built.sampling.stated()
     composed = asdict(load_config("experiment=demo_chain"))
     assert asdict(built) == {key: composed[key] for key in asdict(built)}

@@ -214,7 +214,7 @@ BAD: list[tuple[list[int], SamplingParams, str, str]] = [
     ([1] * 96, SamplingParams(), "prompt", "at most 95 tokens (max_context 96, one of them new), found 96 tokens"),
     ([1], SamplingParams(logprobs=21), "sampling.logprobs", "None, or 0 to runtime.max_logprobs = 20, found 21"),
     ([1], SamplingParams(logit_bias={MIRROR_VOCAB: 1.0}), "sampling.logit_bias", f"token ids from 0 to {MIRROR_VOCAB - 1}"),
-    ([1], SamplingParams(logit_bias=dict.fromkeys(range(33), 1.0)), "sampling.logit_bias", "at most runtime.max_logit_bias = 32 tokens"),
+    ([1], SamplingParams(logit_bias=dict.fromkeys(range(301), 1.0)), "sampling.logit_bias", "at most runtime.max_logit_bias = 300 tokens"),
     ([1], SamplingParams(stop_token_ids=[MIRROR_VOCAB]), "sampling.stop_token_ids", f"found {MIRROR_VOCAB}"),
     (
         [1],

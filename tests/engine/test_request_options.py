@@ -182,7 +182,7 @@ def test_preempted_prompts_are_scored_once(pair: Pair) -> None:
 
 def test_a_prompt_whose_scoring_was_interrupted_is_scored_anew(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     llm, params = pair.llm(**CHAIN), SamplingParams(max_tokens=3, prompt_logprobs=2)
-    llm.warm_up(sampling=params.sampling_class)
+    llm.warm_up(sampling=params.resolve().sampling_class)
     [request], scheduler, launch = llm._requests(prompts(1, (40,)), params), llm._engine.scheduler, llm.cycle.launch
 
     def interrupted(key: Any, message: Any) -> int:

@@ -19,10 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphspec.config import SamplingConfig
+from graphspec.engine.chunks import _join
 from graphspec.engine.prompts import make_requests, read_params, read_prompt, split_prompts
 from graphspec.engine.request import LogitBias, Request, SamplingParams, configured_params
 from graphspec.errors import CheckpointError, ConfigError, RequestError
-from graphspec.graphs.stages.mailbox import Join, MailLayout
+from graphspec.graphs.stages.mailbox import MailLayout
 from tests.support.plans import plan
 
 NAN, INF = float("nan"), float("inf")
@@ -47,6 +48,11 @@ class Evil(Sequence[Any]):
 
     def __len__(self) -> int:
         return 3
+
+
+class UnreadableMapping(dict[str, Any]):
+    def items(self) -> Any:
+        raise RuntimeError("no")
 
 
 class Unspeakable:
@@ -172,11 +178,18 @@ def test_text_without_a_tokenizer_fails_alone_too() -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"max_tokens": 3}, r"^params: expected a SamplingParams, .*, found \{'max_tokens': 3\} \(dict\)"),
+        ({"max_tokens": 0}, r"^sampling.max_tokens: expected an integer >= 1"),
+        (
+            {"max_new_tokens": 3},
+            r"^sampling.max_new_tokens: .*found max_new_tokens=3 \(here it is max_tokens, as in vLLM; fields are max_tokens",
+        ),
+        ({3: 3}, r"^sampling.3: expected a field of SamplingParams, found 3=3 \(fields are max_tokens"),
+        ([{}, {"temprature": 1}], r"^sampling.temprature: .*\(did you mean temperature\?; fields are"),
+        (UnreadableMapping(), "^params: expected a mapping of the fields of SamplingParams, found UnreadableMapping that can't be read"),
         (3, r"^params: .*found 3 \(int\)"),
         (SamplingParams, "^params: .*type"),
         ("x", "^params: "),
-        ([SamplingParams(), None], r"^params\[1\]: expected a SamplingParams, found None"),
+        ([SamplingParams(), None], r"^params\[1\]: expected a SamplingParams, or a mapping of its fields, found None"),
         ([SamplingParams()], "one for each of the 2 prompts, found 1 of them"),
         ([], "one for each of the 2 prompts, found 0 of them"),
         ((SamplingParams() for _ in range(2)), "^params: .*generator"),
@@ -192,6 +205,8 @@ def test_parameters_for_all_and_for_each() -> None:
     assert read_params(None, 2) == [SamplingParams()] * 2
     assert read_params(one, 2) == [one, one]
     assert read_params((one, other), 2) == [one, other]
+    assert read_params({"max_tokens": 1}, 2) == [one, one]
+    assert read_params([{"max_tokens": 1}, other, {}], 3) == [one, other, SamplingParams()]
 
 
 def test_one_prompt_where_one_is_required() -> None:
@@ -209,11 +224,11 @@ WRONG_EVERYWHERE = ["5", "", b"5", [], {}, True, NAN, 1j, 10**5000, torch.tensor
 BAD_FIELDS: list[tuple[str, Any, str]] = [
     *[(name, value, "an integer") for name in sorted(NUMBERS) for value in (*WRONG_EVERYWHERE[:8], INF, np.float64(2), np.bool_(True))],
     *[(name, value, "number") for name in sorted(REALS) for value in (*WRONG_EVERYWHERE, INF, -INF, 10**400, np.bool_(True))],
-    *[(name, None, "an integer") for name in ("max_tokens", "top_k", "min_tokens")],
+    ("min_tokens", None, "an integer"),
     *[(name, value, ">=") for name in ("max_tokens", "top_k", "logprobs") for value in (-2, 10**30)],
     ("max_tokens", 0, ">= 1"), ("max_tokens", 2**63, r"at most 2\^63 - 1"), ("top_k", 2**63, r"at most 2\^63 - 1"),
     ("seed", 2**64, "64-bit"), ("seed", -(2**63) - 1, "64-bit"),
-    ("temperature", -0.5, "0, or a number >= 1e-05"), ("temperature", 1e-45, "1e-05"), ("temperature", 1e39, "100000"),
+    ("temperature", -0.5, "a number >= 0"), ("temperature", -1e-45, ">= 0"), ("temperature", 1e39, "100000"),
     ("repetition_penalty", 1e-45, "0.01"), ("repetition_penalty", 0, "0.01"), ("repetition_penalty", 1e39, "100"),
     ("presence_penalty", 2.01, "at most 2"), ("frequency_penalty", -2.01, ">= -2"),
     ("top_p", 2, "at most 1"), ("top_p", 0, "above 0"), ("top_p", 1e-45, "above 0"), ("min_p", -0.1, "0, or"), ("min_p", 1e-45, "0, or"),
@@ -225,7 +240,7 @@ BAD_FIELDS: list[tuple[str, Any, str]] = [
     *[("logit_bias", {key: 1.0}, "an integer") for key in ("1", 1.5, True, None)],
     *[("logit_bias", {1: value}, r"logit_bias\[1\]") for value in (NAN, INF, None, "1", True, 101, -100.5, torch.tensor(1.0))],
     ("logit_bias", {-1: 1.0}, ">= 0"), ("stop_token_ids", range(10**15), "at most 65536 entries"),
-    *[("n", value, "an integer") for value in ("2", 1.5, True, None)], ("n", 0, ">= 1"), ("n", 2, "1 at temperature 0, .* found 2"),
+    *[("n", value, "an integer") for value in ("2", 1.5, True, None)], ("n", 0, ">= 1"),
     *[(name, value, "a list of texts") for name in ("stop", "bad_words") for value in (b"a", 5, {"a": 1}, {"a"}, iter("a"))],
     *[(name, [value], rf"{name}\[0\]: expected text") for name in ("stop", "bad_words") for value in (5, None, b"a", "")],
     ("stop", "", "not empty"), ("bad_words", [" "], "not empty"),
@@ -251,10 +266,12 @@ def test_a_parameter_is_checked_where_it_is_set(name: str, value: Any, message: 
 
 def test_numbers_of_numpy_become_numbers_of_python() -> None:
     params = SamplingParams(
-        max_tokens=np.int64(3), temperature=np.float32(0.5), seed=np.uint64(2**63), top_p=1, stop_token_ids=np.array([1, 2]),
-        logit_bias={np.int32(4): np.float16(0.5)}, logprobs=np.int8(1),
+        max_tokens=np.int64(3), temperature=np.float32(0.5), seed=np.uint64(2**63), top_p=1, top_k=np.int8(4),
+        stop_token_ids=np.array([1, 2]), logit_bias={np.int32(4): np.float16(0.5)}, logprobs=np.int8(1),
     )  # fmt: skip
-    plain = SamplingParams(max_tokens=3, temperature=0.5, seed=2**63, stop_token_ids=(1, 2), logit_bias={4: 0.5}, logprobs=1)
+    plain = SamplingParams(
+        max_tokens=3, temperature=0.5, seed=2**63, top_p=1.0, top_k=4, stop_token_ids=(1, 2), logit_bias={4: 0.5}, logprobs=1
+    )
     assert params == plain
     assert [type(getattr(params, f.name)) for f in fields(params)] == [type(getattr(plain, f.name)) for f in fields(plain)]
 
@@ -286,28 +303,24 @@ def test_parameters_are_values() -> None:
 @given(
     st.builds(
         SamplingParams,
-        max_tokens=st.integers(1, 2**63 - 1),
-        temperature=st.just(0.0) | st.floats(1e-5, 1e5),
+        max_tokens=st.none() | st.integers(1, 2**63 - 1),
+        temperature=st.none() | st.floats(0, 1e5),
         seed=st.none() | st.integers(-(2**63), 2**64 - 1),
         stop_token_ids=st.lists(st.integers(0, VOCAB - 1), max_size=7),
-        top_k=st.integers(-1, 2**63 - 1),
-        top_p=st.floats(2.0**-126, 1),
-        min_p=st.just(0.0) | st.floats(2.0**-126, 1),
-        repetition_penalty=st.floats(0.01, 100),
+        top_k=st.none() | st.integers(-1, 2**63 - 1),
+        top_p=st.none() | st.floats(2.0**-126, 1),
+        min_p=st.none() | st.just(0.0) | st.floats(2.0**-126, 1),
+        repetition_penalty=st.none() | st.floats(0.01, 100),
         presence_penalty=st.floats(-2, 2, allow_subnormal=False),
         frequency_penalty=st.floats(-2, 2, allow_subnormal=False),
-        logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, allow_subnormal=False), max_size=32),
+        logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, allow_subnormal=False), max_size=300),
     )
 )
 def test_what_is_taken_fits_the_message(params: SamplingParams) -> None:
     """Every number of a request has a place in the words that go to the device, and means the same there."""
     [request] = make_requests([[1]], params, PLAN, encode)
     assert request.error is None
-    join = Join(
-        row=0, budget=request.budget, seed=request.seed, temperature=params.temperature, draft_len=0, stop_ids=request.stop_ids,
-        top_k=params.top_k, top_p=params.top_p, min_p=params.min_p, repetition=params.repetition_penalty, presence=params.presence_penalty,
-        frequency=params.frequency_penalty, bias=tuple((params.logit_bias or {}).items()), stop_from=1 + params.min_tokens,
-    )  # fmt: skip
+    join = _join(PLAN, request, 0)
     words = np.zeros(LAYOUT.size, dtype=np.int64)
     LAYOUT._encode_join(join, words)
     for value in (join.temperature, join.top_p, join.min_p, join.repetition):

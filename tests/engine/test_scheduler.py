@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphspec.buffers import Status
-from graphspec.engine.request import Request, SamplingParams, check_prompt
+from graphspec.engine.request import Request, SamplingParams
+from graphspec.engine.request_checks import check_prompt
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import RequestError
 from graphspec.graphs.cycle import RingEntry

@@ -305,7 +305,7 @@ def test_what_a_larger_class_wrote_for_an_earlier_request_is_cleared(pair: Pair,
     stops = next([token] for token in range(43) if pair.greedy([token], LENGTH) == right)
     llm = pair.llm(**shape, max_rows=2, buckets=[2], prefix_cache=False)
     biased = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=0.9, logit_bias={3: 2.0})
-    llm.warm_up(2, sampling=biased.sampling_class)
+    llm.warm_up(2, sampling=biased.resolve().sampling_class)
     llm.generate(prompts(2, lengths=(30, 30)), SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.9))
     llm.warm_up(2)  # with greedy programs there the short one joins in one of them, and decodes in one of the others' class
     short, _ = llm.generate([stops, prompts(1)[0]], [SamplingParams(max_tokens=LENGTH), biased])

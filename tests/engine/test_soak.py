@@ -65,8 +65,8 @@ def test_many_requests(pair: Pair, variant: str, request: pytest.FixtureRequest)
     keys = CHAIN if variant == "eagle3" else {}
     llm = pair.llm(variant=variant, **keys, max_rows=4, buckets=[1, 2, 4], page_size=4, num_pages=40, cycles_in_flight=2)
     fresh = pair.llm(variant="none", max_rows=1, buckets=[1], prefix_cache=False)
-    everything = SamplingParams(temperature=1.0, top_k=5, repetition_penalty=1.5, logit_bias={3: 2.0}, logprobs=1).sampling_class
-    for sampling in (GREEDY, SamplingParams(temperature=1.0).sampling_class, everything):
+    everything = SamplingParams(temperature=1.0, top_k=5, repetition_penalty=1.5, logit_bias={3: 2.0}, logprobs=1).resolve().sampling_class
+    for sampling in (GREEDY, SamplingParams(temperature=1.0).resolve().sampling_class, everything):
         llm.warm_up(4, sampling=sampling)
     read, settled = llm.cycle.read, 0
     seen: Counter[str] = Counter()

@@ -362,7 +362,7 @@ def test_the_highest_bit_of_a_word_is_a_token_too(plain: LLM) -> None:
 
 
 def test_classes_with_and_without_a_grammar() -> None:
-    with_one = SamplingParams(structured=NESTED).sampling_class
+    with_one = SamplingParams(structured=NESTED).resolve().sampling_class
     assert with_one == SamplingClass(grammar=True) and with_one.bans
     assert hash(SamplingParams(structured=Structured(json_schema=PERSON))) is not None
     assert Structured(json_schema=PERSON) == Structured(json_schema=json.dumps(PERSON))

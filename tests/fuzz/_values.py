@@ -72,13 +72,13 @@ def is_bias(value: Any) -> bool:
 
 
 FIELDS: dict[str, Callable[[Any], bool]] = {
-    "max_tokens": lambda v: is_whole(v, 1, 2**63 - 1),
-    "temperature": lambda v: is_real(v, 0, 0) or is_real(v, 1e-5, 1e5),
+    "max_tokens": lambda v: v is None or is_whole(v, 1, 2**63 - 1),
+    "temperature": lambda v: v is None or is_real(v, 0, 1e5),
     "seed": lambda v: v is None or is_whole(v, -(2**63), 2**64 - 1),
-    "top_k": lambda v: is_whole(v, -1, 2**63 - 1),
-    "top_p": lambda v: is_real(v, 2.0**-126, 1),
-    "min_p": lambda v: is_real(v, 0, 0) or is_real(v, 2.0**-126, 1),
-    "repetition_penalty": lambda v: is_real(v, 0.01, 100),
+    "top_k": lambda v: v is None or is_whole(v, -1, 2**63 - 1),
+    "top_p": lambda v: v is None or is_real(v, 2.0**-126, 1),
+    "min_p": lambda v: v is None or is_real(v, 0, 0) or is_real(v, 2.0**-126, 1),
+    "repetition_penalty": lambda v: v is None or is_real(v, 0.01, 100),
     "presence_penalty": lambda v: is_real(v, -2, 2),
     "frequency_penalty": lambda v: is_real(v, -2, 2),
     "min_tokens": lambda v: is_whole(v, 0, 2**31 - 1),
@@ -128,7 +128,10 @@ KEYS: dict[str, Callable[[Any], bool]] = {
     "max_stop_ids": lambda v: is_whole(v, 1, 65536),
     "max_logit_bias": lambda v: is_whole(v, 1, 65536),
     "max_logprobs": lambda v: is_whole(v, 1, 2**31 - 1),
-    "sampling_classes": lambda v: isinstance(v, list | tuple) and all(isinstance(c, str) and c in ("greedy", "everything") for c in v),
+    "generation_config": _choice("auto", "ignore"),
+    "sampling_classes": lambda v: (
+        v is None or (isinstance(v, list | tuple) and all(isinstance(c, str) and c in ("greedy", "everything") for c in v))
+    ),
     "memory_gib": _optional(lambda v: is_real(v, 1e-9, 1e9)),
     "buckets": lambda v: _sizes(v, 65536),
     "prefill_chunks": _optional(lambda v: _sizes(v, 2**20)),

@@ -195,7 +195,8 @@ def request_cases(shared: Shared) -> list[Case]:
         )
     biases: tuple[Any, ...] = (
         {44: 1.0}, {-1: 1.0}, {1: float("nan")}, {1: float("inf")}, {1: 1e9}, {"1": 1.0}, {1.5: 1}, {1: None}, {1: "1"}, {True: 1}, {1: 5},
-        dict.fromkeys(range(33), 1.0), dict.fromkeys(range(32), -100.0), [(1, 1.0)], {1: torch.tensor(1.0)}, {np.int64(1): np.float32(0.5)},
+        dict.fromkeys(range(301), 1.0), dict.fromkeys(range(43), -100.0), [(1, 1.0)], {1: torch.tensor(1.0)},
+        {np.int64(1): np.float32(0.5)},
     )  # fmt: skip
     for place, value in enumerate(biases):
         legal_bias = FIELDS["logit_bias"](value)
@@ -204,10 +205,13 @@ def request_cases(shared: Shared) -> list[Case]:
             lambda v=value: shared.among_good(GOOD[1], SamplingParams(logit_bias=v, max_tokens=4)),
             not legal_bias,
         )
-    for place, value in enumerate(
-        ([short], [], [None], {"max_tokens": 3}, 3, SamplingParams, "x", None, short, (short,), EvilSequence(), [short] * 2)
-    ):
-        taken = value is None or value is short or (isinstance(value, list | tuple) and list(value) == [short])
+    parameters: tuple[Any, ...] = (
+        [short], [], [None], {"max_tokens": 3}, [{"max_tokens": 3}], {"max_new_tokens": 3}, {3: 3}, {None: 1}, {"seed": 1.5}, [{}, {}],
+        Evil(), 3, SamplingParams, "x", None, short, (short,), EvilSequence(), [short] * 2,
+    )  # fmt: skip
+    for place, value in enumerate(parameters):
+        fair = (short, {"max_tokens": 3})
+        taken = value is None or value in fair or (isinstance(value, list | tuple) and len(value) == 1 and value[0] in fair)
         add(f"params {brief(value)} #{place}", lambda v=value: generate([[1]], v), not taken)
     for value in (3, "x", [], object()):
         add(f"progress {brief(value)}", lambda v=value: generate([[1]], short, v), True)

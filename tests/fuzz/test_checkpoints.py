@@ -46,6 +46,9 @@ ROPE = (
 )  # fmt: skip
 
 
+DEFAULTS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "num_beams")
+
+
 def _is_wrong(key: str, value: Any) -> bool:
     """No checkpoint may have this value under this key."""
     if key in INTEGERS:
@@ -59,6 +62,15 @@ def _odd_key(bench: Bench, rng: random.Random, number: int) -> Case:
     which, value = rng.choice((TARGET, DRAFT, SMALL)), rng.choice(ODD)
     key = rng.choice((*INTEGERS, *FLAGS, *OTHERS, *(DRAFT_KEYS if which == DRAFT else ())))
     return bench.case(f"{number}: {key} = {value!r:.40}", keys({key: value}), which, wrong=_is_wrong(key, value))
+
+
+def _odd_default(bench: Bench, rng: random.Random, number: int) -> Case:
+    """A sampling default that is no number, out of range, or fair: then it is what the request, which says nothing, is sampled with."""
+    key, value = rng.choice(DEFAULTS), rng.choice(ODD)
+    kinds = {"do_sample": (bool,), "top_k": (int,), "max_new_tokens": (object,), "num_beams": (object,)}.get(key, (int, float))
+    wrong = value is not None and object not in kinds and type(value) not in kinds
+    changes = keys({"do_sample": True, key: value}, "generation_config.json")
+    return bench.case(f"{number}: generation_config.json: {key} = {value!r:.40}", changes, wrong=wrong)
 
 
 def _odd_rope(bench: Bench, rng: random.Random, number: int) -> Case:
@@ -177,6 +189,7 @@ INVENTIONS = (
     _odd_key,
     _odd_key,
     _odd_key,
+    _odd_default,
     _odd_rope,
     _odd_file,
     _odd_bytes,

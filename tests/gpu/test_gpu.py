@@ -67,8 +67,12 @@ def build(
         tokens = [(7 * row + 3 * i) % 61 for i in range(9 + row)]
         join = Join(
             row=row, budget=budget, seed=row, temperature=temperature, draft_len=plan.shape.num_steps, stop_ids=(),
-            top_k=40, top_p=0.8, min_p=0.001, repetition=1.2, presence=0.3, frequency=0.1, bias=((5, 1.5), (6, -2.0)),
+            top_k=40, top_p=0.8, min_p=0.001, repetition=1.2, presence=0.3, frequency=0.1,
         )  # fmt: skip
+        if sampling.bias:
+            ids, added = torch.full((2, plan.max_logit_bias), -1).numpy()
+            ids[:2], added[:2] = (5, 6), (1, -2)
+            cycle.write_row(row, {"bias_id_RI": ids, "bias_value_RI": added})
         pages = [(row, column, 1 + row * plan.table_width + column) for column in range(plan.table_width)]
         while pages:
             part, pages = pages[: plan.page_updates], pages[plan.page_updates :]

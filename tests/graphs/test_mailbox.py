@@ -57,8 +57,6 @@ JOINS = st.builds(
     repetition=floats(0.5, 2),
     presence=floats(-2, 2),
     frequency=floats(-2, 2),
-    bias=st.lists(st.tuples(st.integers(0, 49), floats(-100, 100)), max_size=3, unique_by=lambda pair: pair[0]),
-    stop_from=st.integers(0, 64),
 )
 
 
@@ -73,13 +71,11 @@ def test_a_join_arrives_as_it_was_sent(join: Join) -> None:
     for name, value in (
         ("budget_R", join.budget), ("temperature_R", join.temperature), ("draft_len_R", join.draft_len), ("top_k_R", join.top_k),
         ("top_p_R", join.top_p), ("min_p_R", join.min_p), ("repetition_R", join.repetition), ("presence_R", join.presence),
-        ("frequency_R", join.frequency), ("stop_from_R", join.stop_from),
+        ("frequency_R", join.frequency),
     ):  # fmt: skip
         assert arena[name][row].item() == value, name
     assert arena["seed_R"][row].item() % 2**64 == join.seed % 2**64
     assert arena["stop_id_RE"][row].tolist() == [*join.stop_ids, -1, -1][:2]
-    assert arena["bias_id_RI"][row].tolist() == [*(token for token, _ in join.bias), -1, -1, -1][:3]
-    assert arena["bias_value_RI"][row].tolist() == [*(value for _, value in join.bias), 0, 0, 0][:3]
     assert not arena["output_count_RV"][row].any() and not arena["prompt_seen_RV"][row].any()
     for name, old in before.items():
         others = [r for r in range(DUMMY) if r != row]
@@ -114,23 +110,22 @@ def test_lanes_take_what_their_rows_have_after_the_message() -> None:
 
 def test_a_class_without_room_does_not_write_there() -> None:
     arena = fresh()
-    join = Join(0, 5, 1, 1.0, 3, (), top_k=4, repetition=1.5, bias=((3, 1.0),), stop_from=9)
+    join = Join(0, 5, 1, 1.0, 3, (), top_k=4, repetition=1.5)
     before = arena.snapshot(("state",))
     send(arena, Message(lanes=(0,), joins=[join]), GREEDY)
     changed = {name for name, old in before.items() if not torch.equal(arena[name], old)}
     assert changed <= set(Mailbox(build(PLAN, GREEDY), LANES).writes) and "top_k_R" not in changed
 
 
-@pytest.mark.parametrize(
-    ("key", "join"),
-    [
-        ("biased tokens", Join(0, 5, 1, 0.0, 3, (), bias=tuple((token, 1.0) for token in range(4)))),
-        ("stop ids", Join(0, 5, 1, 0.0, 3, (1, 2, 3))),
-    ],
-)
-def test_more_than_a_message_holds_is_refused(key: str, join: Join) -> None:
-    with pytest.raises(ResourceError, match=key):
-        MailLayout.of(PLAN).encode(Message(lanes=(), joins=[join]), fresh()["mail"])
+def test_more_than_a_message_holds_is_refused() -> None:
+    with pytest.raises(ResourceError, match="stop ids"):
+        MailLayout.of(PLAN).encode(Message(lanes=(), joins=[Join(0, 5, 1, 0.0, 3, (1, 2, 3))]), fresh()["mail"])
+
+
+def test_a_message_does_not_grow_with_the_tokens_a_request_may_bias() -> None:
+    """They are written to the row once, when it is taken."""
+    few, many = (MailLayout.of(make(runtime={"max_logit_bias": most})).size for most in (1, 300))
+    assert few == many
 
 
 def test_chunks_fill_prompt_bits_and_output_counts() -> None:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from graphspec import SamplingParams
 from graphspec.serve.protocol import COMPLETION_TOKENS
+from tests.support.engines import CHAIN
+from tests.support.serving import serving
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from graphspec.engine.llm import LLM
+    from tests.support.engines import Pair
     from tests.support.serving import Served
 
 PATH = "/v1/completions"
@@ -112,6 +120,33 @@ def test_echo_and_logprobs_as_lm_eval_reads_them(server: Served, llm: LLM) -> No
     pieces = [chunk["choices"][0]["logprobs"] for chunk in server.chunks(PATH, **body)]
     assert [value for piece in pieces for value in piece["token_logprobs"]] == logprobs["token_logprobs"]
     assert [value for piece in pieces for value in piece["text_offset"]] == logprobs["text_offset"]
+
+
+def test_a_prompt_is_scored_without_a_new_token(server: Served, llm: LLM) -> None:
+    body = {"prompt": "w7 w8 w9", "echo": True, "logprobs": 1, "max_tokens": 0}
+    answer = server.complete(**body)
+    [scored] = answer["choices"]
+    [longer] = server.complete(**{**body, "max_tokens": 1, "temperature": 0})["choices"]
+    assert scored["text"] == llm.tokenizer.decode([5, 7, 8, 9], skip_special_tokens=True) and scored["finish_reason"] == "length"
+    assert scored["logprobs"]["token_logprobs"] == longer["logprobs"]["token_logprobs"][:-1] and len(scored["logprobs"]["tokens"]) == 4
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (4, 0)
+    assert joined(server.chunks(PATH, **body)) == {0: scored["text"]}
+    [alone] = server.complete(prompt="w7 w8", max_tokens=0, prompt_logprobs=1)["choices"]
+    assert alone["text"] == "" and len(alone["prompt_logprobs"]) == 3
+
+
+def test_a_silent_request_follows_the_checkpoint(pair: Pair, llm: LLM, tmp_path: Path) -> None:
+    folder = shutil.copytree(pair.target, tmp_path / "target")
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.7, "top_k": 5, "eos_token_id": 43}))
+    silent = {"prompt": "w7 w8", "seed": 3, "max_tokens": 16, "ignore_eos": True}
+    wanted = {"seed": 3, "max_tokens": 16, "ignore_eos": True}
+    with replace(pair, target=folder).llm(**CHAIN, max_rows=4) as sampled, serving(sampled) as server:
+        for said in ({}, {"temperature": 1.5}, {"top_k": -1}, {"temperature": 0}):
+            [output] = llm.generate("w7 w8", SamplingParams(**{**wanted, "temperature": 0.7, "top_k": 5, **said}))
+            assert server.complete(**silent, **said)["choices"][0]["text"] == output.text, said
+    with pair.llm(**CHAIN, max_rows=4) as plain, serving(plain) as server:
+        [output] = llm.generate("w7 w8", SamplingParams(**wanted, temperature=1.0))
+        assert server.complete(**silent)["choices"][0]["text"] == output.text, "OpenAI's default where the checkpoint states none"
 
 
 def test_prompt_logprobs_as_vllm_has_them(server: Served, llm: LLM) -> None:

@@ -62,6 +62,13 @@ def refused(response: Any, status: int) -> dict[str, Any]:
         ({"stream_options": {}}, "stream_options", "without stream"),
         ({"stream": True, "stream_options": {"what": 1}}, "stream_options.what", "unsupported"),
         ({"suffix": "x", "best_of": 3, "what": [1]}, "suffix", "unsupported: suffix, best_of, what"),
+        ({"max_new_tokens": 3}, "max_new_tokens", "unsupported: max_new_tokens (max_new_tokens: here it is max_tokens, as in vLLM)"),
+        (
+            {"guided_json": {}, "num_beams": 2},
+            "guided_json",
+            "guided_json: here it is structured_outputs, as in vLLM; num_beams: beam search",
+        ),
+        ({"max_tokens": 0, "logprobs": 1}, "max_tokens", "found 0"),
         ({"model": "other"}, "model", "expected model 'tiny'"),
     ],
 )

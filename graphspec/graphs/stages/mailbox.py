@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...buffers import Views
 from ...errors import ResourceError
-from ...kernels.groups import Bias, Lanes, Penalties, RowRequest, Truncation
+from ...kernels.groups import Lanes, Penalties, RowRequest, Truncation
 from ...kernels.mail_apply import JOIN_WORDS
 from ...plan import Plan
 from ..grammar import Grammar
@@ -43,10 +43,6 @@ class Join:
     repetition: float = 1.0
     presence: float = 0.0
     frequency: float = 0.0
-    bias: Sequence[tuple[int, float]] = ()
-    """``(token id, added to its logit)``"""
-    stop_from: int = 0
-    """First position at which a stop id may be sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +114,13 @@ class MailLayout:
     max_lane_tokens: int
     """Widest chunk of a launch of several lanes; their tokens lie this far apart."""
     max_stop_ids: int
-    max_bias: int
     max_tokens: int
     max_nodes: int
     """Nodes the host may propose per lane; 0 where the device drafts."""
     dummy_row: int
 
     JOIN_WORDS: ClassVar[int] = JOIN_WORDS
-    """The biased ids and then their values follow the stop ids."""
+    """The stop ids follow."""
     CHUNK_WORDS: ClassVar[int] = 6
 
     @classmethod
@@ -133,7 +128,7 @@ class MailLayout:
         # One abort word more than rows: an unused word names the dummy row, so every launch closes it again.
         lanes, aborts, pages = max(plan.buckets), plan.max_rows + 1, plan.page_updates
         nodes = plan.shape.num_draft_tokens - 1 if plan.variant.drafter == "host" else 0
-        join = cls.JOIN_WORDS + plan.max_stop_ids + 2 * plan.max_logit_bias
+        join = cls.JOIN_WORDS + plan.max_stop_ids
         chunks = max(prefill_lanes for prefill_lanes, _ in plan.prefill_shapes)
         entries = (of * (plan.pages_for(chunk + plan.tokens_in_flight) + 1) for of, chunk in plan.prefill_shapes)
         chunk_pages = max(0, max(entries) - pages)
@@ -158,7 +153,6 @@ class MailLayout:
             max_chunks=chunks,
             max_lane_tokens=wide,
             max_stop_ids=plan.max_stop_ids,
-            max_bias=plan.max_logit_bias,
             max_tokens=plan.prefill_chunks[-1],
             max_nodes=nodes,
             dummy_row=plan.max_rows,
@@ -167,7 +161,7 @@ class MailLayout:
     @property
     def join_words(self) -> int:
         """Words of a join."""
-        return self.JOIN_WORDS + self.max_stop_ids + 2 * self.max_bias
+        return self.JOIN_WORDS + self.max_stop_ids
 
     def prompt_parts(self, mail: Tensor, lanes: int, chunk: int) -> tuple[Tensor, Tensor]:
         """What a prefill program of this shape reads of a message.
@@ -195,7 +189,6 @@ class MailLayout:
             ("chunk tokens", max((len(chunk.tokens) for chunk in message.chunks), default=0), most_tokens),
             ("tree nodes", max((len(tokens) for tokens, _ in message.trees), default=0), self.max_nodes),
             ("stop ids", max((len(join.stop_ids) for join in message.joins), default=0), self.max_stop_ids),
-            ("biased tokens", max((len(join.bias) for join in message.joins), default=0), self.max_bias),
         ):
             if count > most:
                 raise ResourceError(f"mailbox {key}", f"at most {most} in one launch", count)
@@ -227,14 +220,12 @@ class MailLayout:
 
     def _encode_join(self, join: Join, words: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
         seed = join.seed - 2**64 if join.seed >= 2**63 else join.seed
-        stops, ids = self.JOIN_WORDS, self.JOIN_WORDS + self.max_stop_ids
+        stops = self.JOIN_WORDS
         words[:stops] = [
             join.row, join.budget, seed, _float_bits(join.temperature), join.draft_len, join.top_k, _float_bits(join.top_p),
-            _float_bits(join.min_p), _float_bits(join.repetition), _float_bits(join.presence), _float_bits(join.frequency), join.stop_from,
+            _float_bits(join.min_p), _float_bits(join.repetition), _float_bits(join.presence), _float_bits(join.frequency),
         ]  # fmt: skip
         words[stops : stops + len(join.stop_ids)] = join.stop_ids
-        for entry, (token, value) in enumerate(join.bias):
-            words[ids + entry], words[ids + self.max_bias + entry] = token, _float_bits(value)
 
 
 def _float_bits(value: float) -> int:
@@ -252,7 +243,7 @@ def _empty_message(layout: MailLayout) -> np.ndarray[tuple[int], np.dtype[np.int
     words[layout.trees : layout.joins] = -1
     joins = words[layout.joins : layout.chunks].reshape(layout.max_chunks, layout.join_words)
     joins[:, 0] = layout.dummy_row
-    joins[:, layout.JOIN_WORDS : layout.join_words - layout.max_bias] = -1
+    joins[:, layout.JOIN_WORDS :] = -1
     words[layout.joins : layout.chunks] = joins.ravel()
     words[layout.chunks + 3 : layout.tokens : layout.CHUNK_WORDS] = -1
     words[layout.chunk_pages :: 3] = layout.dummy_row
@@ -268,7 +259,7 @@ class Mailbox(Stage):
     """
 
     name = "mailbox"
-    GROUPS: ClassVar[dict[str, Any]] = {"truncate": Truncation, "penalties": Penalties, "bias": Bias}
+    GROUPS: ClassVar[dict[str, Any]] = {"truncate": Truncation, "penalties": Penalties}
     """Slots of a join that only classes with this field have."""
 
     def __init__(self, build: Build, joins: int = 0) -> None:

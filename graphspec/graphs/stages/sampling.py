@@ -85,8 +85,9 @@ def cycle_positions(first_B: Tensor, levels: int, accept_width: int) -> Tensor:
 
 
 def probabilities(logits_BTV: Tensor, temperature_B: Tensor) -> Tensor:
-    """``softmax(logits / T)``; rows at ``T == 0`` as if it were 1."""
-    return torch.softmax(logits_BTV / torch.where(temperature_B > 0, temperature_B, 1.0)[:, None, None], -1)
+    """``softmax(logits / T)``; rows at ``T == 0`` as if it were 1. No quotient overflows: the largest logit is subtracted first."""
+    temperature_B11 = torch.where(temperature_B > 0, temperature_B, 1.0)[:, None, None]
+    return torch.softmax((logits_BTV - logits_BTV.amax(-1, keepdim=True)) / temperature_B11, -1)
 
 
 def node_paths(token_BN: Tensor, ancestors_BNX: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..groups import Bias, Lanes, Penalties, RowRequest, Truncation
+from ..groups import Lanes, Penalties, RowRequest, Truncation
 from ..mail_apply import FREE, JOIN_WORDS
 from ..mail_apply import OP as CONTRACT
 from .launch import AotCase, aot_case, launch, register
@@ -50,8 +50,8 @@ def _message(
 @triton.jit
 def _join(
     join, budget, seed, temperature, draft_len, stop_id,
-    top_k, top_p, min_p, repetition, presence, frequency, bias_id, bias_value, stop_from,
-    STOPS: tl.constexpr, BIASED: tl.constexpr, TRUNCATE: tl.constexpr, PENALTIES: tl.constexpr, BIAS: tl.constexpr,
+    top_k, top_p, min_p, repetition, presence, frequency,
+    STOPS: tl.constexpr, TRUNCATE: tl.constexpr, PENALTIES: tl.constexpr,
     JOIN_WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Apply one join, except for its counts."""
@@ -73,13 +73,6 @@ def _join(
         tl.store(repetition + row, _float(tl.load(join + 8)))
         tl.store(presence + row, _float(tl.load(join + 9)))
         tl.store(frequency + row, _float(tl.load(join + 10)))
-    if BIAS:
-        tl.store(stop_from + row, tl.load(join + 11))
-        for start in range(0, BIASED, BLOCK):
-            mask = start + offset < BIASED
-            word = join + JOIN_WORDS + STOPS + start + offset
-            tl.store(bias_id + row * BIASED + start + offset, tl.load(word, mask=mask), mask=mask)
-            tl.store(bias_value + row * BIASED + start + offset, _float(tl.load(word + BIASED, mask=mask)), mask=mask)
 
 
 @triton.jit
@@ -105,10 +98,10 @@ def _lane_table(
 @triton.jit
 def _mail_apply(
     mail, lane_row, lane_table, lane_seed, lane_temperature, status, budget, seed, temperature, draft_len, stop_id, page_table,
-    top_k, top_p, min_p, repetition, presence, frequency, output_count, prompt_seen, bias_id, bias_value, stop_from,
+    top_k, top_p, min_p, repetition, presence, frequency, output_count, prompt_seen,
     lanes_at, aborts_at, pages_at, joins_at, vocab, JOINS: tl.constexpr, JOIN_SIZE: tl.constexpr,
-    LANES: tl.constexpr, ABORTS: tl.constexpr, UPDATES: tl.constexpr, COLUMNS: tl.constexpr, STOPS: tl.constexpr, BIASED: tl.constexpr,
-    TRUNCATE: tl.constexpr, PENALTIES: tl.constexpr, BIAS: tl.constexpr, FREE: tl.constexpr, JOIN_WORDS: tl.constexpr,
+    LANES: tl.constexpr, ABORTS: tl.constexpr, UPDATES: tl.constexpr, COLUMNS: tl.constexpr, STOPS: tl.constexpr,
+    TRUNCATE: tl.constexpr, PENALTIES: tl.constexpr, FREE: tl.constexpr, JOIN_WORDS: tl.constexpr,
     BLOCK: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program 0 scatters the message, one program per join scatters that join, one program per lane gathers its row, the rest clear counts.
@@ -126,8 +119,8 @@ def _mail_apply(
     elif program <= JOINS:
         _join(
             mail + joins_at + (program - 1) * JOIN_SIZE, budget, seed, temperature, draft_len, stop_id,
-            top_k, top_p, min_p, repetition, presence, frequency, bias_id, bias_value, stop_from,
-            STOPS, BIASED, TRUNCATE, PENALTIES, BIAS, JOIN_WORDS, BLOCK,
+            top_k, top_p, min_p, repetition, presence, frequency,
+            STOPS, TRUNCATE, PENALTIES, JOIN_WORDS, BLOCK,
         )  # fmt: skip
     elif program <= JOINS + LANES:
         lane = program - 1 - JOINS
@@ -165,16 +158,15 @@ def mail_apply(
     rows: RowRequest,
     truncation: Truncation | None = None,
     penalties: Penalties | None = None,
-    bias: Bias | None = None,
 ) -> None:
     programs, vocab = len(lanes.lane_row_B), 0 if penalties is None else penalties.output_count_RV.shape[1]
     launch(
         _mail_apply, (1 + joins + programs + joins * triton.cdiv(vocab, COUNTS),),
-        mail, *lanes, *rows, *(truncation or (None,) * 3), *(penalties or (None,) * 5), *(bias or (None,) * 3),
+        mail, *lanes, *rows, *(truncation or (None,) * 3), *(penalties or (None,) * 5),
         lanes_at, aborts_at, pages_at, joins_at, vocab, JOINS=joins, JOIN_SIZE=join_words,
         LANES=programs, ABORTS=pages_at - aborts_at, UPDATES=(pages_end - pages_at) // 3, COLUMNS=rows.page_table_RP.shape[1],
-        STOPS=rows.stop_id_RE.shape[1], BIASED=0 if bias is None else bias.bias_id_RI.shape[1],
-        TRUNCATE=truncation is not None, PENALTIES=penalties is not None, BIAS=bias is not None, FREE=FREE, JOIN_WORDS=JOIN_WORDS,
+        STOPS=rows.stop_id_RE.shape[1],
+        TRUNCATE=truncation is not None, PENALTIES=penalties is not None, FREE=FREE, JOIN_WORDS=JOIN_WORDS,
         BLOCK=BLOCK, COUNTS=COUNTS,
     )  # fmt: skip
 
@@ -183,11 +175,11 @@ OP = register(CONTRACT, mail_apply)
 
 
 def _case(name: str, lanes: int, rows: int, updates: int, joins: int = 0) -> AotCase:
-    sizes = {"B": lanes, "R": rows, "P": 514, "E": 8, "I": 32, "V": 128256}
+    sizes = {"B": lanes, "R": rows, "P": 514, "E": 8, "V": 128256}
     at = {"lanes_at": 0, "aborts_at": lanes, "pages_at": lanes + rows, "pages_end": lanes + rows + 3 * updates}
-    words, joins_at = JOIN_WORDS + sizes["E"] + 2 * sizes["I"], at["pages_end"]
+    words, joins_at = JOIN_WORDS + sizes["E"], at["pages_end"]
     mail = (torch.int64, joins_at + joins * words + 2053)
-    absent = () if joins else ("truncation", "penalties", "bias")
+    absent = () if joins else ("truncation", "penalties")
     of_joins = {"joins_at": joins_at, "joins": joins, "join_words": words}
     return aot_case(name, CONTRACT, mail_apply, sizes, mail=mail, **at, **of_joins, **dict.fromkeys(absent))
 

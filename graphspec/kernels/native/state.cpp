@@ -11,7 +11,7 @@
 namespace {
 
 constexpr int64_t LIVE = 1, FREE = 0, FAILED = 4, STOPPED = 1, OUT_OF_BUDGET = 2;
-constexpr int64_t JOIN_WORDS = 12;
+constexpr int64_t JOIN_WORDS = 11;
 
 // The float32 in the low half of a word.
 float real(int64_t word) {
@@ -43,10 +43,7 @@ struct Mail {
   float *top_p, *min_p;
   float *repetition, *presence, *frequency;
   char *output_count, *prompt_seen;
-  int64_t* bias_id;
-  float* bias_value;
-  int64_t* stop_from;
-  int64_t lanes_at, aborts_at, pages_at, pages_end, joins_at, joins, join_words, lanes, columns, stops, count_bytes, seen_bytes, biased;
+  int64_t lanes_at, aborts_at, pages_at, pages_end, joins_at, joins, join_words, lanes, columns, stops, count_bytes, seen_bytes;
 };
 
 void join(const Mail& c, const int64_t* words) {
@@ -67,11 +64,6 @@ void join(const Mail& c, const int64_t* words) {
     c.frequency[row] = real(words[10]);
     std::memset(c.output_count + row * c.count_bytes, 0, c.count_bytes);
     std::memset(c.prompt_seen + row * c.seen_bytes, 0, c.seen_bytes);
-  }
-  if (c.bias_id != nullptr) {
-    c.stop_from[row] = words[11];
-    std::copy_n(stops + c.stops, c.biased, c.bias_id + row * c.biased);
-    for (int64_t i = 0; i < c.biased; ++i) c.bias_value[row * c.biased + i] = real(stops[c.stops + c.biased + i]);
   }
 }
 

@@ -17,7 +17,7 @@ from .. import page_feature_write as page_features
 from .. import take_last as lasts
 from .. import tree_walk as walks
 from .. import verify_rows as verifies
-from ..groups import Bias, Lanes, Limits, Nodes, Penalties, Progress, RowRequest, Run, Truncation, Window
+from ..groups import Lanes, Limits, Nodes, Penalties, Progress, RowRequest, Run, Truncation, Window
 from . import define_op
 from .call import call, dense, require, require_slots
 
@@ -26,14 +26,13 @@ _int32, _int64 = torch.int32, torch.int64
 
 def _mail_apply(
     mail: Tensor, lanes_at: int, aborts_at: int, pages_at: int, pages_end: int, joins_at: int, joins: int, join_words: int,
-    lanes: Lanes, rows: RowRequest, truncation: Truncation | None, penalties: Penalties | None, bias: Bias | None,
+    lanes: Lanes, rows: RowRequest, truncation: Truncation | None, penalties: Penalties | None,
 ) -> None:  # fmt: skip
-    groups = (*lanes, *rows, *(truncation or (None,) * 3), *(penalties or (None,) * 5), *(bias or (None,) * 3))
+    groups = (*lanes, *rows, *(truncation or (None,) * 3), *(penalties or (None,) * 5))
     require_slots(mail, *groups)
     require("page table", rows.page_table_RP, _int32)
     counts = (0, 0) if penalties is None else tuple(x.shape[1] * x.element_size() for x in penalties[3:])
-    stops, biased = rows.stop_id_RE.shape[1], 0 if bias is None else bias.bias_id_RI.shape[1]
-    sizes = (*lanes.lane_table_BP.shape, stops, *counts, biased)
+    sizes = (*lanes.lane_table_BP.shape, rows.stop_id_RE.shape[1], *counts)
     call("mail_apply", (mail, *groups), lanes_at, aborts_at, pages_at, pages_end, joins_at, joins, join_words, *sizes)
 
 

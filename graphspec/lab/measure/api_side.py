@@ -2,7 +2,7 @@
 
 Requests are streamed (server-sent events). They use these extensions of the protocol, none of which a server needs to have:
 ``ignore_eos``, ``stream_options.continuous_usage_stats`` (tokens so far with every event), ``return_token_ids`` (vLLM: the tokens
-themselves) and those sampling keys of ``BEYOND`` that are set.
+themselves) and those sampling keys of ``BEYOND`` that are set, or that the checkpoint's ``generation_config.json`` sets otherwise.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -21,7 +22,7 @@ from ...config import SamplingConfig
 from ...engine.folders import model_folder
 from ...engine.text import Tokenizer
 from ...errors import ConfigError, ResourceError
-from ...facts import read_model_facts
+from ...facts import read_model_facts, read_sampling_defaults
 from .metrics import Timeline
 from .workload import WorkloadRequest, make_workload
 
@@ -30,7 +31,7 @@ BEYOND = (
     "top_k", "min_p", "repetition_penalty", "stop_token_ids", "stop", "include_stop_str_in_output", "allowed_token_ids", "bad_words",
     "skip_special_tokens",
 )  # fmt: skip
-"""Keys of the ``sampling`` group that are sent if they are set; their names are vLLM's."""
+"""Keys of the ``sampling`` group that are sent only where they have to be; their names are vLLM's."""
 
 
 def split_url(url: str) -> SplitResult:
@@ -136,6 +137,8 @@ class ApiSide:
         self._folder = model_folder(config.model.path, config.model.revision)
         self.workload = make_workload(config, self._encode, read_model_facts(self._folder).vocab_size)
         self._exact_bursts = True
+        self._defaults = asdict(read_sampling_defaults(self._folder))
+        """What the server may apply where a request says nothing."""
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)
@@ -168,7 +171,7 @@ class ApiSide:
             "device": None,
             "digest": self.workload.digest,
             "input_tokens": self.workload.input_tokens,
-            "temperature": self.config.sampling.temperature,
+            "temperature": self.config.sampling.stated_temperature,
             "not_measured": dict.fromkeys(absent, NOT_REPORTED),
         }
 
@@ -199,8 +202,11 @@ class ApiSide:
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             "return_token_ids": True,
         }
-        usual = SamplingConfig()
-        body |= {key: getattr(sampling, key) for key in BEYOND if getattr(sampling, key) != getattr(usual, key)}
+        neutral = asdict(SamplingConfig().stated())
+        for key in BEYOND:
+            value = getattr(sampling, key)
+            if value != neutral[key] or value != self._defaults.get(key, value):
+                body[key] = value
         if sampling.logit_bias:
             body["logit_bias"] = {str(token): value for token, value in sampling.logit_bias.items()}
         return body

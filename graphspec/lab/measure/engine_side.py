@@ -12,7 +12,7 @@ from ...engine.events import Stream
 from ...engine.launcher import Launcher
 from ...engine.llm import LLM
 from ...engine.outputs import Output
-from ...engine.request import RequestMetrics, SamplingParams, configured_params, sampling_class
+from ...engine.request import RequestMetrics, ResolvedParams, measured_params, sampling_class
 from ...errors import ResourceError
 from ...kernels import resolve
 from ...plan import Plan
@@ -47,7 +47,7 @@ class EngineSide:
         self.llm.warm_up(self.workload.batch, sampling=sampling_class(self.params))
         self.grammar_rows = self._grammar_rows(self.config.profile.structured_rows)
 
-    def _check(self, prompts: list[list[int]], params: list[SamplingParams]) -> None:
+    def _check(self, prompts: list[list[int]], params: Sequence[ResolvedParams]) -> None:
         for index, error in enumerate(self.llm.check(prompts, params)):
             if error is not None:
                 raise ResourceError(f"request {index}", "one that can be served", error)
@@ -67,10 +67,10 @@ class EngineSide:
     def _encode(self, text: str) -> list[int]:
         return self.llm.tokenizer.encode(text)
 
-    def params_of(self, request: WorkloadRequest) -> SamplingParams:
+    def params_of(self, request: WorkloadRequest) -> ResolvedParams:
         """Sampling parameters of one request."""
         workload = self.workload
-        return configured_params(
+        return measured_params(
             workload.sampling, max_tokens=request.output_tokens or workload.output_tokens, ignore_eos=workload.ignore_eos, seed=request.seed
         )
 
@@ -93,7 +93,7 @@ class EngineSide:
             "digest": self.workload.digest,
             "long_prompts": list(self.workload.long),
             "input_tokens": self.workload.input_tokens,
-            "temperature": self.config.sampling.temperature,
+            "temperature": self.config.sampling.stated_temperature,
             "synthetic": plan.accept.synthetic,
             "lossy": plan.accept.lossy,
             "rule": rule,

@@ -9,7 +9,7 @@ import torch
 
 from ...buffers import Views
 from ...engine.llm import LLM
-from ...engine.request import SamplingParams
+from ...engine.request import ResolvedParams
 from ...engine.stops import OutputText
 from ...graphs.cycle import Cycle, RingEntry
 from ...graphs.programs import Key
@@ -94,7 +94,7 @@ def candidate_scores(v: Views) -> dict[tuple[int, ...], float]:
     return found
 
 
-def record_generation(llm: LLM, prompt: list[int], params: SamplingParams) -> dict[str, Any]:
+def record_generation(llm: LLM, prompt: list[int], params: ResolvedParams) -> dict[str, Any]:
     """Generate and record every cycle.
 
     Args:
@@ -108,7 +108,7 @@ def record_generation(llm: LLM, prompt: list[int], params: SamplingParams) -> di
     """
     # The scores of a coupled drafter contain the sampler's noise, so they are not log-probabilities.
     accept = llm.plan.accept
-    scored = llm.plan.variant.has_network and not accept.sampled_drafts and not (params.temperature > 0 and accept.coupled)
+    scored = llm.plan.variant.has_network and not accept.sampled_drafts and not (params.sampling_class.noise and accept.coupled)
     recorder = TreeRecorder(llm.cycle, scored=scored)
     [output] = llm.generate([prompt], params, launcher=recorder)
     for tree in recorder.trees:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...engine.llm import LLM
-from ...engine.request import SamplingParams
+from ...engine.request import ResolvedParams
 from ...engine.structured import Structured
 from ...errors import ResourceError
 from .metrics import Timeline, spread
@@ -30,7 +30,7 @@ RECORDS = {
 """What rows with a grammar write."""
 
 
-def companion(params: SamplingParams, *, grammar: bool) -> SamplingParams:
+def companion(params: ResolvedParams, *, grammar: bool) -> ResolvedParams:
     """A request that decodes until it is aborted, with a grammar or without."""
     structured = Structured(json_schema=RECORDS, any_whitespace=False) if grammar else None
     endless = replace(params, max_tokens=2**30, stop=(), stop_token_ids=(), min_tokens=0)
@@ -63,11 +63,11 @@ class GrammarRows:
         structured: rows with a grammar.
     """
 
-    def __init__(self, llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams], structured: int) -> None:
+    def __init__(self, llm: LLM, prompts: Sequence[list[int]], params: Sequence[ResolvedParams], structured: int) -> None:
         self.llm, self.structured = llm, structured
         self._prompts, self._params = list(prompts), list(params)
 
-    def requests(self, *, grammar: bool) -> tuple[list[list[int]], list[SamplingParams]]:
+    def requests(self, *, grammar: bool) -> tuple[list[list[int]], list[ResolvedParams]]:
         """All rows of a pass, the structured ones first."""
         first = [companion(params, grammar=grammar) for params in self._params[: self.structured]]
         return self._prompts, [*first, *self._params[self.structured :]]
@@ -122,7 +122,7 @@ class GrammarRows:
         for number in range(rounds + 1):
             for grammar in (False, True) if number % 2 else (True, False):
                 found[grammar].append(self.run(grammar=grammar))
-        accept, hot = self.llm.plan.accept, any(params.temperature > 0 for params in self._params)
+        accept, hot = self.llm.plan.accept, any(params.sampling_class.noise for params in self._params)
         exact = not accept.lossy and (accept.rule == "match" or not hot)
         same = all(one.tokens == found[False][0].tokens for passes in found.values() for one in passes)
         timed = {grammar: [one.seconds for one in passes[1:]] for grammar, passes in found.items()}

@@ -122,7 +122,7 @@ class HfSide:
             "device": self.device,
             "digest": self.workload.digest,
             "input_tokens": self.workload.input_tokens,
-            "temperature": self.config.sampling.temperature,
+            "temperature": self.config.sampling.stated_temperature,
             "not_measured": dict.fromkeys(absent, NOT_MEASURED),
         }
 
@@ -161,11 +161,11 @@ class HfSide:
         return [self._timeline(began, ended, bursts) for bursts, _ in rows], [tokens for _, tokens in rows]
 
     def _sampling(self) -> dict[str, Any]:
-        sampling = self.config.sampling
+        sampling = self.workload.sampling
         how: dict[str, Any] = {"repetition_penalty": sampling.repetition_penalty}
         if sampling.temperature == 0:
             return how | {"do_sample": False}
-        filters = {"top_k": max(sampling.top_k, 0), "top_p": sampling.top_p, "min_p": sampling.min_p or None}
+        filters = {"top_k": max(sampling.top_k or 0, 0), "top_p": sampling.top_p, "min_p": sampling.min_p or None}
         return how | {"do_sample": True, "temperature": sampling.temperature, **filters}
 
     def _row(self, clock: Clock, row: int, rows: int) -> tuple[list[tuple[float, int]], list[int]]:

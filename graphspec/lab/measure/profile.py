@@ -129,7 +129,7 @@ def next_to_grammar(found: dict[str, Any]) -> str:
 
 def case_name(config: LaunchConfig, subject: Measured) -> str:
     """``eagle3 tree (5,4,16) on demo: held_out, 64 + 128 tokens, batch 1, greedy``."""
-    workload, heat = config.workload, config.sampling.temperature
+    workload, heat = config.workload, config.sampling.stated_temperature
     heat_text = f"temperature {heat:g}" if heat else "greedy"
     lengths = f"{round(subject.about['input_tokens'])} + {workload.output_tokens} tokens"
     model = Path(config.model.path).name

@@ -53,7 +53,7 @@ def requests() -> list[SamplingParams]:
         {"temperature": 0.7, "seed": 2, "top_p": 0.9, "top_k": 40},
         {"temperature": 1.0, "seed": 3, "repetition_penalty": 1.1, "min_p": 0.02},
     ]
-    return [SamplingParams(max_tokens=TOKENS - 16 * i, ignore_eos=True, **one) for i, one in enumerate(parameters)]
+    return [SamplingParams(max_tokens=TOKENS - 16 * i, ignore_eos=True, **one).resolve() for i, one in enumerate(parameters)]
 
 
 def tokens_of(build: Callable[..., LLM], **keys: Any) -> list[list[int]]:

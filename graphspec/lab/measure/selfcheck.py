@@ -15,7 +15,7 @@ from ...engine.device import resolve_device
 from ...engine.diff import comparable, diff, difference
 from ...engine.folders import model_folder
 from ...engine.llm import LLM
-from ...engine.request import configured_params
+from ...engine.request import measured_params
 from ...engine.text import Tokenizer
 from ...facts import read_model_facts
 from ...graphs.cycle import Cycle, RingEntry
@@ -59,7 +59,7 @@ def check_runtime(config: LaunchConfig) -> dict[str, Any]:
 
 def _captured_against_direct(config: LaunchConfig, prompt: list[int], tokens: int) -> dict[str, Any]:
     llm = LLM.from_config(config)
-    params = configured_params(config.sampling, max_tokens=tokens, stop_token_ids=(), ignore_eos=True)
+    params = measured_params(config.sampling, max_tokens=tokens, stop_token_ids=(), ignore_eos=True)
     llm.warm_up(sampling=params.sampling_class)
     comparing = ComparingReplay(llm.cycle)
     llm.generate(prompt, params, launcher=comparing)

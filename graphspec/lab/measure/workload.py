@@ -101,7 +101,7 @@ def make_workload(config: LaunchConfig, encode: Callable[[str], list[int]], voca
         for i in (i for i, is_long in enumerate(long) if is_long):
             requests[i] = replace(requests[i], prompt=_long_prompt(whole, i, workload.long_input_tokens))
     moments = None if workload.arrivals == CLOSED else arrivals(workload)
-    return Workload(requests, workload.batch, workload.output_tokens, workload.ignore_eos, config.sampling, moments, long)
+    return Workload(requests, workload.batch, workload.output_tokens, workload.ignore_eos, config.sampling.stated(), moments, long)
 
 
 def _long_prompt(texts: Sequence[Sequence[int]], first: int, length: int) -> list[int]:
@@ -126,7 +126,7 @@ def _traced(config: LaunchConfig, lines: Sequence[TraceLine], encode: Callable[[
         requests.append(WorkloadRequest(prompt, workload.seed + number, line.output_tokens))
     long = tuple(len(request.prompt) >= workload.long_input_tokens for request in requests)
     moments = [line.arrival for line in lines]
-    return Workload(requests, workload.batch, workload.output_tokens, workload.ignore_eos, config.sampling, moments, long)
+    return Workload(requests, workload.batch, workload.output_tokens, workload.ignore_eos, config.sampling.stated(), moments, long)
 
 
 def random_prompts(workload: WorkloadConfig, vocab_size: int) -> list[list[int]]:

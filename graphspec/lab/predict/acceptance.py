@@ -101,7 +101,7 @@ def conditional(rates: Sequence[float]) -> tuple[float, ...]:
 
 def usual_sibling(config: LaunchConfig) -> float:
     """The g of a draft whose trees were not measured."""
-    coupled = config.sampling.temperature > 0 and ranks_with_noise(config.accept, config.variant)
+    coupled = config.sampling.stated_temperature > 0 and ranks_with_noise(config.accept, config.variant)
     return COUPLED_SIBLING if coupled else SIBLING
 
 

@@ -206,14 +206,15 @@ def time_cycle(llm: LLM, shape: CycleShape, batch: int, runs: int = 3) -> TimedC
     """Median cycle time of ``batch`` requests, the smallest over some runs."""
     vocab = llm.plan.target.vocab_size
     prompts = [[(31 * row + 7 * place) % vocab for place in range(PROMPT)] for row in range(batch)]
-    params = SamplingParams(max_tokens=min(NEW_TOKENS, llm.plan.max_context - PROMPT), ignore_eos=True)
+    new_tokens = min(NEW_TOKENS, llm.plan.max_context - PROMPT)
+    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True).resolve()
     llm.generate(prompts, params)
     found: list[float] = []
     for _ in range(runs):
         recorder = Recorder(llm.cycle)
         llm.generate(prompts, params, launcher=recorder)
         found.append(statistics.median(whole for whole, _ in recorder.cycle_times(recorder.most_common())))
-    return TimedCycle(shape, batch, PROMPT + params.max_tokens // 2, 1e3 * min(found))
+    return TimedCycle(shape, batch, PROMPT + new_tokens // 2, 1e3 * min(found))
 
 
 def time_passes(llm: LLM) -> dict[str, Curve]:

@@ -223,7 +223,7 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
         raise ConfigError("plan.context", f"at most the checkpoint's {longest}", context)
     draft, chosen = draft_of_rank(config, pair.target, pair, variant, device=device, dtype=dtype)
     model = FloorModel.of(pair.target, draft, dtype, variant, config.variant.token_map, pair.from_config)
-    measured = read_measured(options.measured, variant, config.sampling.temperature) if options.measured is not None else None
+    measured = read_measured(options.measured, variant, config.sampling.stated_temperature) if options.measured is not None else None
     here = measured.on(config.hardware.name, device) if measured is not None else None
     notes = list(pair.notes)
     if size > 1:

@@ -55,7 +55,7 @@ def _choices(config: Config) -> dict[str, str]:
         name = getattr(getattr(config, group), key)
         if name in groups[group]:
             found[group] = name
-    found["sampling"] = "greedy" if config.sampling.temperature == 0 else "sample"
+    found["sampling"] = {None: "auto", 0.0: "greedy"}.get(config.sampling.temperature, "sample")
     return found
 
 

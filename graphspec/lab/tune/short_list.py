@@ -131,7 +131,7 @@ def short_list(config: LaunchConfig, batches: Sequence[int], trial: Sequence[Map
 
     measured = here = of_rows(trial, variant, "a trial") if trial else None
     if config.plan.measured is not None:
-        measured = read_measured(config.plan.measured, variant, config.sampling.temperature)
+        measured = read_measured(config.plan.measured, variant, config.sampling.stated_temperature)
         here = measured.on(config.hardware.name, device)
     efficiency = (calibrate(model, here, timed(here), hardware) if here is not None else None) or Efficiency()
     acceptance = resolve_acceptance(config, variant, measured)

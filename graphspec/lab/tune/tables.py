@@ -90,8 +90,8 @@ def comment(config: LaunchConfig, tuning: Tuning, file: Path) -> list[str]:
     """Lines of the comment at the head of the written file: what was measured, how and where."""
     choice, head, side = tuning.choice, tuning.head, tuning.rows[0]
     assert choice is not None
-    workload, sampling = config.workload, config.sampling
-    heat = f"temperature {sampling.temperature:g}" if sampling.temperature else "greedy"
+    workload, temperature = config.workload, config.sampling.stated_temperature
+    heat = f"temperature {temperature:g}" if temperature else "greedy"
     rule = f", accept={config.accept.rule}" if config.accept.rule != "match" else ""
     on_gpu = side["device"] == "cuda"
     where = ", ".join(gpu["name"] for gpu in head["gpus"]) if on_gpu else f"{head['torch_threads']} CPU threads"

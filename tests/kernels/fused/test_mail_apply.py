@@ -22,9 +22,9 @@ from graphspec.shapes import GREEDY, SamplingClass
 from tests.support.plans import plan as make
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-PLAN = make(shape=(3, 3, 10), max_context=64, runtime={"prefill_chunks": [8, 32], "max_logit_bias": 3, "max_stop_ids": 2, "page_size": 1})
+PLAN = make(shape=(3, 3, 10), max_context=64, runtime={"prefill_chunks": [8, 32], "max_stop_ids": 2, "page_size": 1})
 EVERYTHING = SamplingClass(True, True, True, True, 0)
-JOIN = Join(2, 7, 2**64 - 3, 0.5, 3, (4,), 5, 0.25, 0.125, 1.5, -0.5, 0.75, ((3, 1.0), (9, -2.0)), 11)
+JOIN = Join(2, 7, 2**64 - 3, 0.5, 3, (4,), 5, 0.25, 0.125, 1.5, -0.5, 0.75)
 
 
 class Kernels:
