@@ -117,7 +117,7 @@ def _dispatch(words: list[str]) -> int:
         return 0
     name, rest = (words[0], words[1:]) if not words[0].startswith("-") else ("generate", words)
     if name not in COMMANDS:
-        raise ConfigError("command", "one of " + ", ".join(COMMANDS), repr(name), closest(name, list(COMMANDS)) or "graphspec --help")
+        raise ConfigError("command", list(COMMANDS), repr(name), closest(name, list(COMMANDS)) or "graphspec --help")
     if "-h" in rest or "--help" in rest:
         print(_command_help(name))
         return 0
@@ -158,7 +158,7 @@ def _hydra(name: str, words: list[str]) -> int:
         compose.load_config(*(word for word in words if "=" in word and not word.startswith(("-", "hydra."))))
     prompts, words = compose.split_prompts(words)
     compose.check_words(words)
-    words = compose.take_experiment_file(words)
+    words = compose.take_checkpoint(compose.take_experiment_file(words))
     codes: list[int] = []
     crashes: list[BaseException] = []
 
@@ -394,8 +394,9 @@ COMMANDS: dict[str, Command] = {
   chat=true system=TEXT    the prompt is a user's message, through the checkpoint's chat template; a line of a .jsonl file may have
                            "messages" in place of "prompt", with or without chat=true
   format=text|json         json: one document as the last line of stdout
-  sampling.max_tokens=64 sampling.temperature=0.8 sampling.seed=1 model.path=/folder variant.draft=/folder ...
-  model.path=org/model     of the Hugging Face Hub, at model.revision=REVISION; likewise variant.draft and variant.draft_revision
+  model=FOLDER             a checkpoint; or model=org/name of the Hugging Face Hub, at model.revision=REVISION; likewise variant.draft=
+                           and variant.draft_revision=
+  sampling.max_tokens=64 sampling.temperature=0.8 sampling.seed=1 ...
 
   graphspec generate variant=eagle3 model=demo prompt='def fib(n):' sampling.max_tokens=64""",
     ),
@@ -419,7 +420,7 @@ COMMANDS: dict[str, Command] = {
         "serve OpenAI's protocol over HTTP: completions, chat, models, metrics",
         """\
   server.port=8000 server=local|container server.model_name=NAME server.api_key_file=FILE
-  server.max_waiting=256 server.request_seconds=600 server.drain_seconds=60 runtime.max_rows=8 variant=... model.path=...
+  server.max_waiting=256 server.request_seconds=600 server.drain_seconds=60 runtime.max_rows=8 variant=... model=...
 
   graphspec serve model=demo variant=eagle3""",
     ),
@@ -438,7 +439,7 @@ COMMANDS: dict[str, Command] = {
         _command_of(".lab.predict.command"),
         "what fits, how long a cycle must take, which shape to choose; needs a config.json and no GPU",
         """\
-  model.path=FOLDER hardware=h200   the target's config.json and where it would run
+  model=FOLDER hardware=h200        the target's config.json and where it would run
   plan.context=2048 plan.batches=[1,8,32] plan.acceptance=[0.8,0.7,0.6] plan.measured=FILE plan.measure=true format=text|json
 
   graphspec plan model=llama-3.1-8b hardware=h200""",
@@ -462,7 +463,7 @@ COMMANDS: dict[str, Command] = {
         "train a draft for a target, or a small target from nothing; goes on where it stopped",
         """\
   variant=eagle3|eagle|p_eagle|dflash|mtp|standalone   the draft; none: a target from nothing, of the shape train.target.*
-  model.path=FOLDER                 the target: demo, or a checkpoint with layers like those of Llama (docs/training.md)
+  model=FOLDER                      the target: demo, or a checkpoint with layers like those of Llama (docs/training.md)
   train.data=[FOLDER,FILE]          text of the kind that will be generated; train.held_out=[...] is never trained on
   train.out=FOLDER                  the finished checkpoint, with its figures in training.json
   train.steps=2000 train.batch=16 train.sequence_length=256    or train.tokens=8000000 in place of steps
@@ -485,7 +486,3 @@ rewrite a draft checkpoint into another published layout
         raw_arguments=True,
     ),
 }
-
-
-if __name__ == "__main__":
-    main()

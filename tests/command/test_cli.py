@@ -219,7 +219,8 @@ def test_jsonl_requests_carry_their_own_sampling(run, tmp_path):
         ("{", "one JSON value per line"),
         ("3", '"prompt"'),
         ('{"prompt": 3}', '"prompt"'),
-        ('{"prompt": "a", "top_q": 1}', "top_q"),
+        ('{"prompt": "a", "top_q": 1}', "found the key 'top_q' (did you mean top_p?), expected one of prompt, messages, "),
+        ('{"prompt": "a", "max_new_tokens": 1}', "(here it is max_tokens)"),
         ('{"prompt": "a", "logit_bias": {"x": 1}}', "token ids and numbers"),
         ('{"prompt": "a", "logprobs": "x"}', "expected an integer"),
         ('{"prompt": "a", "max_tokens": "many"}', "expected an integer"),
@@ -357,13 +358,29 @@ def test_help_and_configuration_need_no_torch(words, part, tmp_path):
 def test_bad_words_next_to_a_flag_are_explained_too():
     result = shell("generate", "--cfg", "job", "variant.topkk=1")
     assert result.returncode == 2
-    assert result.stderr.startswith("graphspec: variant.topkk: expected a key")
+    assert result.stderr.startswith("graphspec: variant.topkk: found variant.topkk=1 (did you mean topk?), expected one of draft, ")
+
+
+def test_the_module_is_the_console_script():
+    """Its arguments and exit codes too."""
+    words = ["generate", "--cfg", "job", "--package", "model", "model=org/a"]
+    done = subprocess.run([sys.executable, "-m", "graphspec", *words], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "") and "path: org/a\n" in done.stdout
+    done = subprocess.run([sys.executable, "-m", "graphspec", "genrate"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(
+        "graphspec: command: found 'genrate' (did you mean generate?)"
+    )
+
+
+def test_a_sweep_takes_checkpoints_and_presets(run):
+    result = run("generate", "prompt=x", "--multirun", "model=org/a,demo")
+    assert (result.code, [engine.config.model.path for engine in result.engines]) == (0, ["org/a", "demo"])
 
 
 def test_a_reader_that_leaves_is_no_error():
     read, write = os.pipe()
     os.close(read)
-    result = subprocess.run([sys.executable, "-m", "graphspec.cli", "--help"], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-m", "graphspec", "--help"], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(write)
     assert (result.returncode, result.stderr) == (141, "")
 
