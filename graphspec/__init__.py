@@ -40,11 +40,14 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+        from .checks import closest
+
+        near = closest(name, __all__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{f' ({near})' if near else ''}; it has {', '.join(__all__)}")
     value = getattr(import_module(_HOMES[name], __name__), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted(__all__)

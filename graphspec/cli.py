@@ -217,27 +217,25 @@ def _generate(config: LaunchConfig) -> int:
         return _print_errors(failures([request.error for request in requests]))
     from .engine.llm import LLM
     from .engine.request import sampling_class
-    from .show.progress import progress_bars
+    from .progress import progress_bars
 
     served = {i: (request.prompt, request.params) for i, request in enumerate(requests) if request.params is not None}
-    with progress_bars() as progress:
-        llm = LLM.from_config(config, progress=progress)
-        # Checks that need the model's facts, before anything is compiled.
-        found = llm.check([prompt for prompt, _ in served.values()], [params for _, params in served.values()])
-        errors = {i: request.error for i, request in enumerate(requests)} | dict(zip(served, found, strict=True))
-        if all(errors.values()):
-            return _print_errors(failures(list(errors.values())))
-        served = {i: request for i, request in served.items() if errors[i] is None}
-        prompts, params = [prompt for prompt, _ in served.values()], [params for _, params in served.values()]
-        llm.warm_up(len(served), sampling=sampling_class(params))
-        streaming = config.format == "text" and len(requests) == 1
-        outputs = [] if streaming else llm.generate(prompts, params, progress=progress)
-    if streaming:
+    llm = LLM.from_config(config)
+    # Checks that need the model's facts, before anything is compiled.
+    found = llm.check([prompt for prompt, _ in served.values()], [params for _, params in served.values()])
+    errors = {i: request.error for i, request in enumerate(requests)} | dict(zip(served, found, strict=True))
+    if all(errors.values()):
+        return _print_errors(failures(list(errors.values())))
+    served = {i: request for i, request in served.items() if errors[i] is None}
+    prompts, params = [prompt for prompt, _ in served.values()], [params for _, params in served.values()]
+    llm.warm_up(len(served), sampling=sampling_class(params))
+    if config.format == "text" and len(requests) == 1:
         for event in llm.stream(prompts[0], params[0]):
             print(event.text, end="", flush=True)
         print()
     else:
-        done = dict(zip(served, outputs, strict=True))
+        with progress_bars() as progress:
+            done = dict(zip(served, llm.generate(prompts, params, progress=progress), strict=True))
         errors |= {i: output.error for i, output in done.items() if output.finish_reason == "error"}
         _print_outputs(config, [request.headline for request in requests], done, errors, llm)
         _print_errors(failures(list(errors.values())))
@@ -270,11 +268,8 @@ def _inspect(config: LaunchConfig) -> int:
     prompt = read_prompt(config)
     from .engine.llm import LLM
     from .show.inspect import show
-    from .show.progress import progress_bars
 
-    with progress_bars() as progress:
-        llm = LLM.from_config(config, progress=progress)
-    show(llm, prompt)
+    show(LLM.from_config(config), prompt)
     return 0
 
 
@@ -320,7 +315,7 @@ def _command_of(module: str) -> Callable[[LaunchConfig], int]:
 
 
 def _train(config: LaunchConfig) -> int:
-    from .show.progress import progress_bars
+    from .progress import progress_bars
     from .train.memory import keep_freed_memory
     from .train.run import headline, run
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
@@ -13,7 +13,6 @@ from .config import SamplingConfig
 from .engine.request import SamplingParams, configured_params
 from .engine.text import Conversation, check_messages, check_text
 from .errors import ConfigError, RequestError
-from .hints import hint_for_path
 from .paths import read_json, read_text
 
 DEMO_PROMPT = 'def read_lines(path):\n    """'
@@ -133,16 +132,10 @@ def _parse(where: str, line: str) -> _Line:
     sampling = {key: value for key, value in row.items() if key not in ("prompt", "messages")}
     for key, value in sampling.items():
         if key not in hints:
-            known = ["prompt", "messages", *hints]
-            raise ConfigError(where, known, f"the key {brief(key)}", _hint(key, hints))
+            raise ConfigError(where, "keys prompt, messages, " + ", ".join(hints), brief(key))
         given = _parse_bias(f"{where}: {key}", value) if key == "logit_bias" and isinstance(value, dict) else value
         sampling[key] = conform(f"{where}: {key}", given, hints[key], ConfigError)
     return _Line(prompt, sampling)
-
-
-def _hint(key: str, known: Collection[str]) -> str:
-    """A hint for an unknown key of a line, whose keys have no group."""
-    return hint_for_path(f"sampling.{key}", [f"sampling.{name}" for name in known]).replace("sampling.", "")
 
 
 def _messages(where: str, messages: object) -> Conversation:

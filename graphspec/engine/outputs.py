@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..checks import brief
 from ..plan import Plan
 from .request import Request, RequestMetrics, TokenLogprob
 from .stops import OutputText
@@ -38,9 +39,9 @@ class Metrics:
     synthetic: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Output:
-    """Result of one request.
+    """Result of one request. Its ``repr`` is short: part of the text, and how many tokens there are.
 
     Attributes:
         index: position in the call's prompts.
@@ -74,6 +75,12 @@ class Output:
     def cached_tokens(self) -> int:
         """Tokens of the prompt that were found in pages of other requests and not computed."""
         return self.metrics.cached_tokens
+
+    def __repr__(self) -> str:
+        said = {"index": str(self.index)} | ({"sample": str(self.sample)} if self.sample else {})
+        said |= {"text": brief(self.text), "tokens": str(len(self.token_ids)), "finish_reason": repr(self.finish_reason)}
+        said |= {"acceptance_length": f"{self.metrics.acceptance_length:.2f}"} if self.error is None else {"error": repr(self.error)}
+        return f"Output({', '.join(f'{name}={value}' for name, value in said.items())})"
 
 
 @dataclass(frozen=True, slots=True)
