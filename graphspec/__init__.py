@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .config import Config
     from .engine.async_llm import AsyncLLM
     from .engine.llm import LLM
-    from .engine.outputs import Output, StreamEvent
+    from .engine.outputs import Output, RequestOutput, StreamEvent
     from .engine.request import SamplingParams
     from .engine.structured import Structured
     from .errors import GraphspecError
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 __all__ = [
-    "LLM", "AsyncLLM", "Config", "GraphspecError", "Output", "SamplingParams", "StreamEvent", "Structured", "__version__",
-    "load_config",
+    "LLM", "AsyncLLM", "Config", "GraphspecError", "Output", "RequestOutput", "SamplingParams", "StreamEvent",
+    "Structured", "__version__", "load_config",
 ]  # fmt: skip
 
 _HOMES = {
     "AsyncLLM": ".engine.async_llm",
     "LLM": ".engine.llm",
     "Output": ".engine.outputs",
+    "RequestOutput": ".engine.outputs",
     "StreamEvent": ".engine.outputs",
     "SamplingParams": ".engine.request",
     "Structured": ".engine.structured",

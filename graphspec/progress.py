@@ -59,14 +59,16 @@ class Bars:
         self._tasks: dict[str, TaskID] = {}
 
     def __call__(self, phase: str, done: int, total: int, note: str = "", /) -> None:
-        bars = self._bars or self._start()
+        bars = self._bars or self._make()
         if phase not in self._tasks:
-            self._tasks[phase] = bars.add_task(phase, total=total, note="")
-        bars.update(self._tasks[phase], completed=done, total=total, note=note)
+            self._tasks[phase] = bars.add_task(phase, completed=done, total=total, note=note)
+            bars.start()
+        # What is under way may not let another thread draw for a while.
+        bars.update(self._tasks[phase], completed=done, total=total, note=note, refresh=bool(note))
         if bars.finished and not self._stay:
             self.close()
 
-    def _start(self) -> RichProgress:
+    def _make(self) -> RichProgress:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as RichProgress
 
@@ -74,7 +76,6 @@ class Bars:
         columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), note)
         # What a program prints meanwhile is its output, and may go elsewhere.
         self._bars = RichProgress(*columns, console=self._console, transient=not self._stay, redirect_stdout=False)
-        self._bars.start()
         return self._bars
 
     def close(self) -> None:

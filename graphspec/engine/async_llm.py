@@ -1,16 +1,22 @@
-"""The engine for asyncio: ``async for event in AsyncLLM(...).generate(...)``."""
+"""The engine for asyncio: ``async for event in llm.generate(...)``, or ``outputs = await llm.generate(...)``."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing
-from typing import Any, Self
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Self, Unpack
+from weakref import WeakValueDictionary
 
+from ..checks import typed
+from ..errors import RequestError, ResourceError
 from ..shapes import GREEDY
 from .events import Stream
 from .llm import LLM
-from .outputs import StreamEvent
+from .outputs import Output, RequestOutput, StreamEvent, cumulative
+from .overrides import Arguments
 from .priority import Deadline, Priority
 from .prompts import Params, Prompt, one_of_params
 from .text import conversations
@@ -47,6 +53,76 @@ class AsyncStream:
         self.stream.abort()
 
 
+@dataclass(slots=True)
+class _Call:
+    """The arguments of :meth:`AsyncLLM.generate`, and the requests that became of them.
+
+    Attributes:
+        open: calls that have begun and not ended, by their names.
+        stream: None until the call has begun.
+    """
+
+    face: AsyncLLM
+    open: WeakValueDictionary[str, AsyncStream]
+    request_id: str
+    prompts: Prompt | Sequence[Prompt]
+    params: Params
+    priority: Priority
+    deadline: Deadline
+    stream: AsyncStream | None = None
+
+    async def events(self) -> AsyncGenerator[RequestOutput, None]:
+        self.stream = await self.face.submit(self.prompts, self.params, priority=self.priority, deadline=self.deadline)
+        try:
+            if self.open.setdefault(self.request_id, self.stream) is not self.stream:
+                raise RequestError("request_id", "one that no open call has", repr(self.request_id))
+            add = cumulative(self.request_id, self.stream.stream.requests)
+            async with aclosing(self.stream.events()) as events:
+                async for event in events:
+                    yield add(event)
+        finally:
+            self.stream.abort()
+            if self.open.get(self.request_id) is self.stream:
+                del self.open[self.request_id]
+
+
+class Generation(AsyncGenerator[RequestOutput, None]):
+    """What a call returns: events for ``async for``, or outputs for ``await``. It begins with the first of the two.
+
+    Leaving the loop and dropping this, :meth:`aclose`, and cancelling the task that waits abort what is left.
+
+    Args:
+        call: has not begun.
+    """
+
+    def __init__(self, call: _Call) -> None:
+        self.request_id = call.request_id
+        # The events know the call and not this object, so that it goes when the last reference does.
+        self._call, self._events = call, call.events()
+
+    async def asend(self, value: None) -> RequestOutput:
+        return await self._events.asend(value)
+
+    async def athrow(self, *error: Any) -> RequestOutput:
+        return await self._events.athrow(*error)
+
+    async def aclose(self) -> None:
+        await self._events.aclose()
+
+    def __await__(self) -> Generator[Any, None, list[Output]]:
+        """Wait for the end; the outputs are those of :meth:`graphspec.engine.llm.LLM.generate`."""
+        return self._wait().__await__()
+
+    async def _wait(self) -> list[Output]:
+        async for _ in self._events:
+            pass
+        stream = self._call.stream
+        if stream is None or not stream.stream.ended:
+            raise ResourceError(f"request {self.request_id}", "one that runs to its end", "one that was closed before")
+        # Long texts take long to decode.
+        return await asyncio.to_thread(self._call.face.llm.outputs, stream.stream.requests)
+
+
 class AsyncLLM:
     """Callers of one engine in an event loop, any number at a time; the engine has a thread of its own, so that the loop is never held up.
 
@@ -61,33 +137,60 @@ class AsyncLLM:
         GraphspecError: as :class:`~graphspec.engine.llm.LLM`.
     """
 
-    def __init__(self, llm: LLM | None = None, **arguments: Any) -> None:
+    def __init__(self, llm: LLM | None = None, **arguments: Unpack[Arguments]) -> None:
         self.llm = llm if llm is not None else LLM(**arguments)
         """The same engine for callers that wait."""
         self.llm.warm_up(self.llm.plan.max_rows, sampling=GREEDY)
+        self._open: WeakValueDictionary[str, AsyncStream] = WeakValueDictionary()
+        self._numbers = count()
 
-    async def generate(
+    def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         params: Params = None,
+        request_id: str | None = None,
         *,
+        prompt: Prompt | None = None,
         sampling_params: Params = None,
         priority: Priority = 0,
         deadline: Deadline = None,
-    ) -> AsyncGenerator[StreamEvent, None]:
-        """Yields the tokens of every prompt as they are accepted, as :meth:`graphspec.engine.llm.LLM.stream` does.
+    ) -> Generation:
+        """Generate for every prompt: ``async for event in llm.generate(...)``, or ``outputs = await llm.generate(...)``.
 
-        Cancelling the task that waits, or closing the generator, aborts what is left.
+        An event has the tokens that are new, as those of :meth:`graphspec.engine.llm.LLM.stream`, and ``event.outputs[0]`` all so far, as
+        vLLM's ``RequestOutput``. Leaving the loop, cancelling the task that waits, and :meth:`abort` end what is left.
+
+        Args:
+            prompts: as for :meth:`graphspec.engine.llm.LLM.generate`.
+            params: as there.
+            request_id: of the call, for :meth:`abort`; None: a new one.
+            prompt: another name of ``prompts``.
+            sampling_params: another name of ``params``.
+            priority: as there.
+            deadline: as there.
 
         Raises:
-            RequestError: the single prompt of the call can't be served, or there is not one params object per prompt.
+            RequestError: the single prompt of the call can't be served, there is not one params object per prompt, or an open call has
+                this ``request_id``.
             ResourceError: the engine is closed, or memory ran out.
         """
-        chosen = one_of_params(params, sampling_params)
-        stream = await self.submit(prompts, chosen, priority=priority, deadline=deadline)
-        async with aclosing(stream.events()) as events:
-            async for event in events:
-                yield event
+        if (prompts is None) == (prompt is None):
+            raise RequestError("prompts", "prompts, or prompt as another name of it", "neither" if prompts is None else "both")
+        given = prompts if prompts is not None else prompt
+        assert given is not None
+        if request_id is not None and not isinstance(request_id, str):
+            raise RequestError("request_id", "text, or None", typed(request_id))
+        name = request_id if request_id is not None else f"request-{next(self._numbers)}"
+        return Generation(_Call(self, self._open, name, given, one_of_params(params, sampling_params), priority, deadline))
+
+    stream = generate
+    """Another name of it."""
+
+    async def abort(self, request_id: str) -> None:
+        """End what is left of an open call; one that is not open is left alone."""
+        stream = self._open.get(request_id)
+        if stream is not None:
+            stream.abort()
 
     async def submit(
         self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, priority: Priority = 0, deadline: Deadline = None
@@ -112,14 +215,18 @@ class AsyncLLM:
         self,
         messages: Any,
         params: Params = None,
+        request_id: str | None = None,
         *,
         sampling_params: Params = None,
         priority: Priority = 0,
         deadline: Deadline = None,
-    ) -> AsyncGenerator[StreamEvent, None]:
+    ) -> Generation:
         """Like :meth:`generate`, for conversations as :meth:`graphspec.engine.llm.LLM.chat` takes them."""
         chosen = one_of_params(params, sampling_params)
-        return self.generate(conversations(messages), chosen, priority=priority, deadline=deadline)
+        return self.generate(conversations(messages), chosen, request_id, priority=priority, deadline=deadline)
+
+    stream_chat = chat
+    """Another name of it."""
 
     async def close(self) -> None:
         """End the engine's thread; open calls, of :attr:`llm` too, end with an error, later ones are refused."""

@@ -285,6 +285,10 @@ class LLM:
         changed = (lambda: progress("generate", sum(len(r.output) for r in requests), most)) if callable(progress) else None
         self._engine.run(served, exclusive=exclusive, changed=changed)
         self._note(requests)
+        return self.outputs(requests)
+
+    def outputs(self, requests: Sequence[Request]) -> list[Output]:
+        """The outputs of requests that have ended."""
         return [make_output(r, self._text(r), self.plan) for r in requests]
 
     def stream(

@@ -207,7 +207,9 @@ def eager_engine(config: Config, prompt: str, threads: int) -> LLM:
     if config.variant.topk == 1:
         # Heads of their own per step draft chains and nothing else, and so does accept=rejection.
         with suppress(ConfigError):
-            return LLM.from_config(replace(small, variant=replace(config.variant, topk=TREE_TOPK, num_draft_tokens=TREE_NODES)), progress=False)
+            return LLM.from_config(
+                replace(small, variant=replace(config.variant, topk=TREE_TOPK, num_draft_tokens=TREE_NODES)), progress=False
+            )
     return LLM.from_config(small, progress=False)
 
 

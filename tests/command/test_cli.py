@@ -22,10 +22,10 @@ from graphspec.engine.outputs import Metrics, Output, StreamEvent, TreeSnapshot
 from graphspec.errors import ConfigError, RequestError, ResourceError
 from graphspec.graphs.capture import CaptureRecord
 from graphspec.graphs.memory import MemoryLine, MemoryPlan
+from graphspec.progress import progress_bars
 from graphspec.runtime import resolve_runtime
 from graphspec.show import inspect
 from graphspec.show.draft_tree import draw_tree
-from graphspec.progress import progress_bars
 
 METRICS = Metrics(
     cycles=7, acceptance_length=2.5, accepted_per_position=[0.9, 0.6], prefill_seconds=0.1, decode_seconds=0.2, tokens_per_second=123.0
@@ -58,7 +58,7 @@ class FakeLLM:
 
     @classmethod
     def from_config(cls, config, progress=None):
-        if progress is not None:
+        if callable(progress):
             progress("load", 1, 1)
         return cls(config)
 
