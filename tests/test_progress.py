@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 
 from graphspec import progress
+from graphspec.engine import kernel_choice
 from graphspec.engine import llm as module
 from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.graphs.cycle import Cycle
 from graphspec.progress import Bars, Calls, LogLines, automatic, display_of
 from tests.support.engines import CHAIN, Pair, mirror_pair, prompts
 from tests.support.interrupts import Fault
+from tests.support.plans import plan
 
 GREEDY = SamplingParams(max_tokens=3)
 NOISE = SamplingParams(max_tokens=3, temperature=1.0, top_k=4, seed=1)
@@ -114,6 +116,26 @@ def test_a_failed_build_leaves_no_bar(pair: Pair, monkeypatch: pytest.MonkeyPatc
             llm.warm_up()
         assert "build" in terminal.drawn()
     llm.generate(prompts(1), GREEDY)
+
+
+def test_compiling_the_kernels_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once: the next engine finds them loaded."""
+    loaded: list[str] = []
+
+    def load(name: str) -> None:
+        loaded.append(name)
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+
+    monkeypatch.delitem(sys.modules, kernel_choice.NATIVE, raising=False)
+    monkeypatch.setattr(kernel_choice, "import_module", load)
+    plans = [plan("none", runtime={"name": name}) for name in ("eager", "compiled")]
+    with on_terminal(monkeypatch) as terminal:
+        kernel_choice.load_native(plans[0], automatic())
+        assert (terminal.drawn(), loaded) == ("", [])
+        kernel_choice.load_native(plans[1], automatic())
+        assert "load C++ kernels" in (shown := terminal.drawn()) and "the first time on a machine they are compiled" in shown
+        kernel_choice.load_native(plans[1], automatic())
+        assert (terminal.drawn(), loaded) == ("", ["graphspec.kernels.native"])
 
 
 @pytest.mark.parametrize(("rank", "kind"), [(0, LogLines), (1, Calls)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ from ..errors import ConfigError
 from ..kernels import KernelSet, resolve, select_kernels
 from ..paths import user_path
 from ..plan import Plan
+from ..progress import Display
 from .programmatic import resolve as resolve_programmatic
 from .tuning import read_table
 
@@ -19,6 +22,24 @@ if TYPE_CHECKING:
     from ..kernels.fused.linear_choice import LinearTable
 
 KEY = "kernels.linear_table"
+NATIVE = "graphspec.kernels.native"
+"""Loads its library, and compiles it where the cache lacks it, when it is imported."""
+PHASE = "load C++ kernels"
+
+
+def load_native(plan: Plan, display: Display) -> None:
+    """Load the C++ kernels, where this plan has some and no other engine has loaded them; the first time on a machine they are compiled.
+
+    Raises:
+        ResourceError: there is no compiler, or it failed.
+    """
+    choices = (("kernels.linear", plan.linear), ("kernels.attention", plan.attention))
+    if NATIVE not in sys.modules and any(
+        resolve(key, choice, plan.kernels, plan.device, plan.dtype) == "native" for key, choice in choices
+    ):
+        display(PHASE, 0, 1, "the first time on a machine they are compiled")
+        import_module(NATIVE)
+        display(PHASE, 1, 1)
 
 
 def choose_kernels(config: Config, plan: Plan) -> tuple[KernelSet, bool, tuple[LinearTable, Path] | None]:

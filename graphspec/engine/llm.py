@@ -39,7 +39,7 @@ from .engine import Engine
 from .events import Stream
 from .folders import DEMO, draft_folder, model_folder
 from .grammar import Grammars
-from .kernel_choice import choose_kernels
+from .kernel_choice import choose_kernels, load_native
 from .launcher import Launcher
 from .outputs import Metrics, Output, StreamEvent, TreeSnapshot, make_output, summarise
 from .overrides import Overrides
@@ -108,6 +108,8 @@ class LLM:
             raise
 
     def _open(self, planned: Plan, progress: Progress | None) -> None:
+        with closing(self._new_display()) as display:
+            load_native(planned, display)
         self.plan, self.memory = fit_memory(planned, self.config)
         if self.ranks is not None:
             # Another rank may have less memory.
