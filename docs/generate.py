@@ -17,7 +17,8 @@ DESIGN = ROOT / "docs" / "design.md"
 LAYERS = ("<!-- layers: python docs/generate.py -->\n", "<!-- end of layers -->\n")
 HEAD = """# Configuration
 
-Groups are chosen by name (`variant=none runtime=eager experiment=demo_tree`), keys are set by path (`runtime.page_size=1`). From Python
+Groups are chosen by name (`variant=none runtime=eager experiment=demo_tree`), keys are set by path (`runtime.page_size=1`). `model=` takes
+a checkpoint as well (`model=/folder`, `model=./folder`, `model=org/name` of the Hugging Face Hub) and means `model.path=` then. From Python
 the bare key is a keyword of `LLM` (`page_size=1`; those of `sampling` are fields of each request's `SamplingParams`), and
 `graphspec.load_config("runtime=eager", "runtime.page_size=1")` gives the typed configuration. `null` means: derive it.
 `graphspec generate --cfg job` prints the result without running; an unknown key, a bad value and a contradiction each give one

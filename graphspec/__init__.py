@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .config import Config
     from .engine.async_llm import AsyncLLM
     from .engine.llm import LLM
-    from .engine.outputs import Output, StreamEvent
+    from .engine.outputs import Output, RequestOutput, StreamEvent
     from .engine.request import SamplingParams
     from .engine.structured import Structured
     from .errors import GraphspecError
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 __all__ = [
-    "LLM", "AsyncLLM", "Config", "GraphspecError", "Output", "SamplingParams", "StreamEvent", "Structured", "__version__",
-    "load_config",
+    "LLM", "AsyncLLM", "Config", "GraphspecError", "Output", "RequestOutput", "SamplingParams", "StreamEvent",
+    "Structured", "__version__", "load_config",
 ]  # fmt: skip
 
 _HOMES = {
     "AsyncLLM": ".engine.async_llm",
     "LLM": ".engine.llm",
     "Output": ".engine.outputs",
+    "RequestOutput": ".engine.outputs",
     "StreamEvent": ".engine.outputs",
     "SamplingParams": ".engine.request",
     "Structured": ".engine.structured",
@@ -40,11 +41,14 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+        from .checks import closest
+
+        near = closest(name, __all__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{f' ({near})' if near else ''}; it has {', '.join(__all__)}")
     value = getattr(import_module(_HOMES[name], __name__), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted(__all__)

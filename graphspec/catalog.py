@@ -161,7 +161,8 @@ def resolve_variant(name: str) -> Variant:
     for variant in variants:
         if variant.name == name:
             return variant
-    raise ConfigError("variant", "one of " + ", ".join(v.name for v in variants), repr(name), closest(name, [v.name for v in variants]))
+    names = [v.name for v in variants]
+    raise ConfigError("variant", names, repr(name), closest(name, names))
 
 
 def load_object(path: str) -> Any:

@@ -180,7 +180,7 @@ def one_of(key: str, value: str, allowed: Collection[str]) -> None:
         ConfigError: ``value`` is none of ``allowed``.
     """
     if value not in allowed:
-        raise ConfigError(key, "one of " + ", ".join(allowed), brief(value), closest(_SYNONYMS.get(value, value), allowed))
+        raise ConfigError(key, list(allowed), brief(value), closest(_SYNONYMS.get(value, value), allowed))
 
 
 def closest(word: str, known: Collection[str]) -> str:

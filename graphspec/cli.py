@@ -117,7 +117,7 @@ def _dispatch(words: list[str]) -> int:
         return 0
     name, rest = (words[0], words[1:]) if not words[0].startswith("-") else ("generate", words)
     if name not in COMMANDS:
-        raise ConfigError("command", "one of " + ", ".join(COMMANDS), repr(name), closest(name, list(COMMANDS)) or "graphspec --help")
+        raise ConfigError("command", list(COMMANDS), repr(name), closest(name, list(COMMANDS)) or "graphspec --help")
     if "-h" in rest or "--help" in rest:
         print(_command_help(name))
         return 0
@@ -158,7 +158,7 @@ def _hydra(name: str, words: list[str]) -> int:
         compose.load_config(*(word for word in words if "=" in word and not word.startswith(("-", "hydra."))))
     prompts, words = compose.split_prompts(words)
     compose.check_words(words)
-    words = compose.take_experiment_file(words)
+    words = compose.take_checkpoint(compose.take_experiment_file(words))
     codes: list[int] = []
     crashes: list[BaseException] = []
 
@@ -217,31 +217,29 @@ def _generate(config: LaunchConfig) -> int:
         return _print_errors(failures([request.error for request in requests]))
     from .engine.llm import LLM
     from .engine.request import sampling_class
-    from .show.progress import progress_bars
+    from .progress import progress_bars
 
     served = {i: (request.prompt, request.params) for i, request in enumerate(requests) if request.params is not None}
-    with progress_bars() as progress:
-        llm = LLM.from_config(config, progress=progress)
-        # Checks that need the model's facts, before anything is compiled.
-        found = llm.check([prompt for prompt, _ in served.values()], [params for _, params in served.values()])
-        errors = {i: request.error for i, request in enumerate(requests)} | dict(zip(served, found, strict=True))
-        if all(errors.values()):
-            return _print_errors(failures(list(errors.values())))
-        served = {i: request for i, request in served.items() if errors[i] is None}
-        prompts, params = [prompt for prompt, _ in served.values()], [params for _, params in served.values()]
-        count = sum(param.n for param in params)
-        llm.warm_up(count, sampling=sampling_class(params, llm.plan.sampling_defaults))
-        streaming = config.format == "text" and len(requests) == count == 1
-        outputs = [] if streaming else llm.generate(prompts, params, progress=progress)
-    if streaming:
+    llm = LLM.from_config(config)
+    # Checks that need the model's facts, before anything is compiled.
+    found = llm.check([prompt for prompt, _ in served.values()], [params for _, params in served.values()])
+    errors = {i: request.error for i, request in enumerate(requests)} | dict(zip(served, found, strict=True))
+    if all(errors.values()):
+        return _print_errors(failures(list(errors.values())))
+    served = {i: request for i, request in served.items() if errors[i] is None}
+    prompts, params = [prompt for prompt, _ in served.values()], [params for _, params in served.values()]
+    count = sum(param.n for param in params)
+    llm.warm_up(count, sampling=sampling_class(params, llm.plan.sampling_defaults))
+    if config.format == "text" and len(requests) == count == 1:
         for event in llm.stream(prompts[0], params[0]):
             print(event.text, end="", flush=True)
         print()
     else:
         numbers = list(served)
         done: dict[int, list[Output]] = {}
-        for output in outputs:
-            done.setdefault(numbers[output.index], []).append(output)
+        with progress_bars() as progress:
+            for output in llm.generate(prompts, params, progress=progress):
+                done.setdefault(numbers[output.index], []).append(output)
         errors |= {i: output.error for i, several in done.items() for output in several if output.finish_reason == "error"}
         _print_outputs(config, [request.headline for request in requests], done, errors, llm)
         _print_errors(failures(list(errors.values())))
@@ -278,11 +276,8 @@ def _inspect(config: LaunchConfig) -> int:
     prompt = read_prompt(config)
     from .engine.llm import LLM
     from .show.inspect import show
-    from .show.progress import progress_bars
 
-    with progress_bars() as progress:
-        llm = LLM.from_config(config, progress=progress)
-    show(llm, prompt)
+    show(LLM.from_config(config), prompt)
     return 0
 
 
@@ -328,7 +323,7 @@ def _command_of(module: str) -> Callable[[LaunchConfig], int]:
 
 
 def _train(config: LaunchConfig) -> int:
-    from .show.progress import progress_bars
+    from .progress import progress_bars
     from .train.memory import keep_freed_memory
     from .train.run import headline, run
 
@@ -403,8 +398,9 @@ COMMANDS: dict[str, Command] = {
   chat=true system=TEXT    the prompt is a user's message, through the checkpoint's chat template; a line of a .jsonl file may have
                            "messages" in place of "prompt", with or without chat=true
   format=text|json         json: one document as the last line of stdout
-  sampling.max_tokens=64 sampling.temperature=0.8 sampling.seed=1 model.path=/folder variant.draft=/folder ...
-  model.path=org/model     of the Hugging Face Hub, at model.revision=REVISION; likewise variant.draft and variant.draft_revision
+  model=FOLDER             a checkpoint; or model=org/name of the Hugging Face Hub, at model.revision=REVISION; likewise variant.draft=
+                           and variant.draft_revision=
+  sampling.max_tokens=64 sampling.temperature=0.8 sampling.seed=1 ...
 
   graphspec generate variant=eagle3 model=demo prompt='def fib(n):' sampling.max_tokens=64""",
     ),
@@ -428,7 +424,7 @@ COMMANDS: dict[str, Command] = {
         "serve OpenAI's protocol over HTTP: completions, chat, models, metrics",
         """\
   server.port=8000 server=local|container server.model_name=NAME server.api_key_file=FILE
-  server.max_waiting=256 server.request_seconds=600 server.drain_seconds=60 runtime.max_rows=8 variant=... model.path=...
+  server.max_waiting=256 server.request_seconds=600 server.drain_seconds=60 runtime.max_rows=8 variant=... model=...
 
   graphspec serve model=demo variant=eagle3""",
     ),
@@ -447,7 +443,7 @@ COMMANDS: dict[str, Command] = {
         _command_of(".lab.predict.command"),
         "what fits, how long a cycle must take, which shape to choose; needs a config.json and no GPU",
         """\
-  model.path=FOLDER hardware=h200   the target's config.json and where it would run
+  model=FOLDER hardware=h200        the target's config.json and where it would run
   plan.context=2048 plan.batches=[1,8,32] plan.acceptance=[0.8,0.7,0.6] plan.measured=FILE plan.measure=true format=text|json
 
   graphspec plan model=llama-3.1-8b hardware=h200""",
@@ -471,7 +467,7 @@ COMMANDS: dict[str, Command] = {
         "train a draft for a target, or a small target from nothing; goes on where it stopped",
         """\
   variant=eagle3|eagle|p_eagle|dflash|mtp|standalone   the draft; none: a target from nothing, of the shape train.target.*
-  model.path=FOLDER                 the target: demo, or a checkpoint with layers like those of Llama (docs/training.md)
+  model=FOLDER                      the target: demo, or a checkpoint with layers like those of Llama (docs/training.md)
   train.data=[FOLDER,FILE]          text of the kind that will be generated; train.held_out=[...] is never trained on
   train.out=FOLDER                  the finished checkpoint, with its figures in training.json
   train.steps=2000 train.batch=16 train.sequence_length=256    or train.tokens=8000000 in place of steps
@@ -494,7 +490,3 @@ rewrite a draft checkpoint into another published layout
         raw_arguments=True,
     ),
 }
-
-
-if __name__ == "__main__":
-    main()

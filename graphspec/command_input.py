@@ -13,7 +13,7 @@ from .config import SamplingConfig
 from .engine.request import SamplingParams, configured_params
 from .engine.text import Conversation, check_messages, check_text
 from .errors import ConfigError, RequestError
-from .hints import before_list, hint_for_sampling
+from .hints import hint_for_sampling
 from .paths import read_json, read_text
 
 DEMO_PROMPT = 'def read_lines(path):\n    """'
@@ -134,9 +134,7 @@ def _parse(where: str, line: str) -> _Line:
     for key, value in sampling.items():
         if key not in hints:
             known = ["prompt", "messages", *hints]
-            raise ConfigError(
-                f"{where}: {cut(key)}", "a key of a request", brief(value), before_list(hint_for_sampling(key, known), "keys", known)
-            )
+            raise ConfigError(f"{where}: {cut(key)}", known, f"{cut(key)} = {brief(value)}", hint_for_sampling(key, known))
         given = _parse_bias(f"{where}: {key}", value) if key == "logit_bias" and isinstance(value, dict) else value
         sampling[key] = conform(f"{where}: {key}", given, hints[key], ConfigError)
     return _Line(prompt, sampling)

@@ -29,8 +29,8 @@ from .catalog import VARIANTS, all_variants
 from .checks import closest, cut, spell_type, typed
 from .command_options import LaunchConfig
 from .errors import ConfigError
-from .hints import before_list, hint_for_path
-from .paths import read_text
+from .hints import hint_for_path
+from .paths import read_text, user_path
 
 CONFIG_MODULE = "graphspec.conf"
 CONFIG_NAME = "config"
@@ -57,7 +57,7 @@ def load_config(*overrides: str) -> LaunchConfig:
         if not isinstance(word, str):
             raise ConfigError("overrides", "texts such as 'runtime=eager'", typed(word))
     prompts, words = split_prompts(overrides)
-    words = take_experiment_file(words)
+    words = take_checkpoint(take_experiment_file(words))
     refuse_bare_words(words)
     check_words(words)
     for word in words:
@@ -224,6 +224,28 @@ def take_experiment_file(words: Sequence[str]) -> list[str]:
     return taken
 
 
+def take_checkpoint(words: Sequence[str]) -> list[str]:
+    """``model=org/name`` and ``model=FOLDER`` become ``model.path=...``, as several of them in a sweep do; a preset stays a choice.
+
+    A value with a slash is a checkpoint, and so is the name of something that exists. A preset's name is that of its model, so that a
+    sweep may have both.
+    """
+    presets = config_groups()["model"]
+
+    def exists(value: str) -> bool:
+        return user_path("model", value).exists()
+
+    def take(word: str) -> str:
+        value = word.removeprefix("model=")
+        if value == word or value in ("", *presets):
+            return word
+        others = [one for one in value.split(",") if one not in presets]
+        named = exists(value) or (others and all("/" in one or exists(one) for one in others))
+        return f"model.path={value}" if named else word
+
+    return [take(word) for word in words]
+
+
 def config_groups() -> dict[str, tuple[str, ...]]:
     """The groups under ``conf/`` and the choices of each, variants of installed packages among them."""
     root = resources.files(CONFIG_MODULE)
@@ -266,8 +288,10 @@ def explain(error: Exception, words: Sequence[str]) -> ConfigError:
         if choice in choices:  # the catalog has it
             file = resources.files(CONFIG_MODULE) / group / f"{choice}.yaml"
             return ConfigError(f"{group}={choice}", f"the file {file}, with the line name: {choice}", "no such file")
-        hint = "a folder goes into model.path=/the/folder" if group == "model" else _one_choice(choice) or closest(choice, choices)
-        return ConfigError(group, "one of " + ", ".join(choices), repr(choice.removesuffix(".yaml")), hint)
+        hint = _one_choice(choice) or closest(choice, choices)
+        if group == "model":
+            hint = f"{hint} " * bool(hint) + "a checkpoint is model=./folder, or model=org/name of the Hugging Face Hub"
+        return ConfigError(group, choices, repr(choice.removesuffix(".yaml")), hint)
     if str(error).startswith("Ambiguous value for argument"):
         word = next((word for word in words if f"'{word}'" in str(error)), "")
         key, _, value = word.partition("=")
@@ -281,7 +305,7 @@ def explain(error: Exception, words: Sequence[str]) -> ConfigError:
         for group, value in (word.split("=", 1) for word in words if "=" in word):
             choices = config_groups().get(group, (value,))
             if value not in choices:
-                return ConfigError(group, "one of " + ", ".join(choices), repr(value))
+                return ConfigError(group, choices, repr(value))
         culprit = next((word for word in words if not _parses(word)), " ".join(words) or CONFIG_NAME)
         return ConfigError(cut(culprit), "words that make a configuration", _first_line(error))
     parent, _, leaf = full_key.rpartition(".")
@@ -295,11 +319,7 @@ def explain(error: Exception, words: Sequence[str]) -> ConfigError:
     hints = typing.get_type_hints(schema) if schema else {}
     if leaf in hints:
         return ConfigError(full_key, _spell(hints[leaf]), found)
-    known = sorted(hints)
-    hint = hint_for_path(full_key, _all_keys(LaunchConfig))
-    return ConfigError(
-        full_key, "a key of the configuration", found, before_list(hint, f"keys of {parent or 'it'}", known) if known else hint
-    )
+    return ConfigError(full_key, sorted(hints) or "a key of the configuration", found, hint_for_path(full_key, _all_keys(LaunchConfig)))
 
 
 @contextmanager

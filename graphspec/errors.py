@@ -10,14 +10,19 @@ class GraphspecError(Exception):
 
     Args:
         key: what is wrong: a config key, a tensor name, a slot, a request field.
-        expected: what would have been right.
+        expected: what would have been right; a list or tuple: one of these.
         found: what was there.
         hint: what to do about it, optional.
     """
 
     def __init__(self, key: str, expected: object, found: object, hint: str = "") -> None:
+        choices = isinstance(expected, list | tuple)
+        if isinstance(expected, list | tuple):
+            expected = "one of " + ", ".join(map(str, expected))
         self.key, self.expected, self.found, self.hint = key, expected, found, hint
-        super().__init__(f"{key}: expected {expected}, found {found}" + (f" ({hint})" if hint else ""))
+        what, instead = f"found {found}" + (f" ({hint})" if hint else ""), f"expected {expected}"
+        # A list may be long, and what follows it is not read.
+        super().__init__(f"{key}: " + ", ".join((what, instead) if choices and hint else (instead, what)))
 
 
 class ConfigError(GraphspecError, ValueError):

@@ -119,11 +119,6 @@ def hint_for_sampling(name: str, known: Collection[str]) -> str:
     return f"did you mean {close[0]}?" if close else ""
 
 
-def before_list(hint: str, what: str, known: Collection[str]) -> str:
-    """A hint with the names that exist after it, which may be many."""
-    return f"{hint}; " * bool(hint) + f"{what} are {', '.join(known)}"
-
-
 def hint_for(name: str, known: Collection[str], sampling: Collection[str] = ()) -> str:
     """A hint for an unknown key, in a few words.
 

@@ -44,7 +44,7 @@ def run_demo(words: Sequence[str], caches: Path) -> dict[str, Any]:
     with tempfile.TemporaryFile() as notes:
         started = time.perf_counter()
         process = subprocess.Popen(
-            [sys.executable, "-m", "graphspec.cli", "demo", *words],
+            [sys.executable, "-m", "graphspec", "demo", *words],
             stdout=subprocess.PIPE,
             stderr=notes,
             env={**os.environ, **{name: str(folder) for name, folder in folders.items()}},

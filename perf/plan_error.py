@@ -62,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             cycles[shape, batch].append(time_cycle(llm, shape, batch, runs=1))
     found = {case: some[0].least(some) for case, some in cycles.items()}
     middle = {name: curve.least([some[name] for some in curves]) for name, curve in curves[0].items()}
-    times = PassTimes.fit(model, middle, [found[case] for case in timed], copy_bandwidth("cpu"), "measured now")
+    times = PassTimes.fit(
+        model, middle, [found[case] for case in timed], copy_bandwidth("cpu", working_set=model.working_set(PLAIN, 1, 64)), "measured now"
+    )
     records = []
     for case in cases:
         cycle = found[case]

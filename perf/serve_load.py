@@ -276,7 +276,7 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="configuration of the server: variant=eagle3 model=demo ...")
     arguments = parser.parse_args()
     words = [f"runtime.max_rows={arguments.users}", "server.max_waiting=16", "server.access_log=off", *arguments.words, "server.port=0"]
-    command = [sys.executable, "-m", "graphspec.cli", "serve", *words]
+    command = [sys.executable, "-m", "graphspec", "serve", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from graphspec.command_options import LaunchConfig
 from graphspec.compose import load_config
 from graphspec.errors import ConfigError
-from graphspec.show.progress import progress_bars
+from graphspec.progress import progress_bars
 from graphspec.train.draft import Recipe
 from graphspec.train.drafter import trained_variants
 from graphspec.train.export import TOKENIZER_FILES, size_in_megabytes

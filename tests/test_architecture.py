@@ -39,7 +39,7 @@ GENERATED = {"build", "dist", "graphspec.egg-info", "multirun", "outputs", "site
 WITHOUT_TORCH = [
     "graphspec", "graphspec.errors", "graphspec.native_build", "graphspec.shapes", "graphspec.static_tree", "graphspec.config",
     "graphspec.catalog", "graphspec.layouts", "graphspec.facts", "graphspec.plan", "graphspec.compose", "graphspec.show.demo",
-    "graphspec.show.progress", "graphspec.show.inspect", "graphspec.cli", "graphspec.train_options",
+    "graphspec.progress", "graphspec.show.inspect", "graphspec.cli", "graphspec.train_options",
     *(path.partition(":")[0] for path in VARIANTS.values()),
 ]  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ DEFAULTS = {"model": "demo", "variant": "eagle3", "draft": None, "runtime": "aut
 """Arguments of ``LLM`` that a whole configuration replaces."""
 
 
-def engine_config(config: object, overrides: dict[str, Any], **named: Any) -> Config:
+def engine_config(config: object, overrides: Mapping[str, object], **named: Any) -> Config:
     """The configuration that ``LLM(...)`` asks for.
 
     Args:
@@ -55,10 +56,10 @@ def check_progress(progress: object, error: type[GraphspecError] = RequestError)
     """Check a progress callback.
 
     Raises:
-        GraphspecError: of class ``error``: neither None nor callable.
+        GraphspecError: of class ``error``: neither None, a bool nor callable.
     """
-    if progress is not None and not callable(progress):
-        raise error("progress", "a function, or None", typed(progress))
+    if progress is not None and not isinstance(progress, bool) and not callable(progress):
+        raise error("progress", "a function, False for no progress, or None", typed(progress))
 
 
 def check_launcher(launcher: object) -> None:

@@ -12,14 +12,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from functools import reduce
+from contextlib import closing, suppress
+from functools import partial, reduce
 from operator import or_
 from typing import TypeVar
 
 from ..errors import ResourceError
-from ..graphs.cycle import Cycle, Progress
+from ..graphs.cycle import Cycle
 from ..graphs.programs import Key, describe_class, prefill_keys
+from ..progress import Calls, Display, Progress
 from ..shapes import GREEDY, GraphKey, SamplingClass, pick_bucket
 from .calls import Call, CallerLeft, Exclusive, Handle
 from .class_programs import class_cost
@@ -42,6 +43,7 @@ class Engine:
         proposer: the drafter on the host, if there is one.
         policy: chooses the draft depth of every cycle; None: each bucket keeps the plan's.
         progress: called while programs are built, in the thread of the caller that waits for them.
+        new_display: makes what shows that in the driving thread.
 
     Its thread ends with :meth:`close`, when the engine is collected, or with the interpreter.
     """
@@ -52,8 +54,10 @@ class Engine:
         proposer: Proposer | None = None,
         policy: DepthPolicy | None = None,
         progress: Progress | None = None,
+        new_display: Callable[[], Display] = Calls,
     ) -> None:
         self.cycle, self.plan, self.progress, self.policy = cycle, cycle.plan, progress, policy
+        self._new_display = Calls if progress is not None else new_display
         self.scheduler = Scheduler(self.plan, cycle, None, proposer, None, policy, cycle.clear_row, cycle.write_row)
         self._calls: dict[Request, Call] = {}
         """The open call of every request that has not ended."""
@@ -307,7 +311,8 @@ class Engine:
                 named = "; ".join(map(describe_class, classes))
                 logger.warning("%d requests wait while programs are built for other requests: %s", len(self._calls), named)
             self.scheduler.drain()
-        self.cycle.prepare(keys, self._report_building)
+        with closing(self._new_display()) as display:
+            self.cycle.prepare(keys, partial(self._report_building, display))
         policy = self.scheduler.policy
         for sampling in classes:
             buckets = self.cycle.buckets(sampling)
@@ -321,10 +326,11 @@ class Engine:
                     for bucket, times in self.cycle.time_depths(missing, sampling).items():
                         policy.learn_times(bucket, times)
 
-    def _report_building(self, phase: str, done: int, total: int) -> None:
-        """Report progress to the caller that waits for the programs."""
+    def _report_building(self, display: Display, phase: str, done: int, total: int, note: str) -> None:
+        """Show progress, or report it to the caller that waits for the programs."""
         if self._driver.stopping:
             raise closed()
+        display(phase, done, total, note)
         if self._starting is not None and self.progress is not None:
             self._starting.send((phase, done, total))
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 
@@ -17,17 +18,17 @@ from ..config import Config
 from ..errors import ConfigError
 from ..facts import check_tokenizer, read_model_facts, read_sampling_defaults
 from ..graphs.capture import CaptureRecord
-from ..graphs.cycle import Cycle, Progress
+from ..graphs.cycle import Cycle
 from ..graphs.memory import fit_memory
 from ..graphs.programs import Key
 from ..graphs.ranks import FollowingCycle, LeadingCycle
-from ..kernels import resolve, select_kernels
 from ..models.layers import join_ranks, use_kernels
 from ..models.stack import pack_network, uses_packed_weights
 from ..models.target import load_target
 from ..models.token_map import apply_token_map, load_token_map
 from ..paths import user_path
 from ..plan import Plan, make_plan
+from ..progress import Display, Progress, display_of
 from ..shapes import GREEDY, NEUTRAL, SamplingClass
 from . import ranks
 from .arguments import check_cycles, check_launcher, check_progress, check_warm_up, engine_config
@@ -39,17 +40,18 @@ from .engine import Engine
 from .events import Stream
 from .folders import DEMO, draft_folder, model_folder
 from .grammar import Grammars
+from .kernel_choice import choose_kernels, load_native
 from .launcher import Launcher
 from .outputs import Metrics, Output, StreamEvent, TreeSnapshot, make_output, summarise
+from .overrides import Overrides
 from .priority import CacheSalt, Deadline, Priority, set_call_options
-from .programmatic import resolve as resolve_programmatic
 from .prompts import Params, Prompt, make_requests, one_of_params
 from .proposer import Proposer
 from .request import Request, SamplingParams
 from .self_test import AcceptanceTest
 from .stops import OutputText
 from .text import Conversation, Tokenizer, conversations, has_tokenizer
-from .tuning import read_table, tune_program
+from .tuning import tune_program
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,9 @@ class LLM:
         draft: folder of the draft checkpoint, or its name on the Hub; None for the demo model's own draft.
         runtime: ``eager``, ``compiled`` or ``captured``; ``auto`` is captured on a GPU, compiled on a CPU. ``plan.runtime`` has the choice.
         config: a whole configuration instead of the arguments above.
-        progress: called as ``progress(phase, done, total)`` during load and compilation, in the thread that waits for them.
+        progress: None: bars on stderr while checkpoints are loaded and programs are built, elsewhere than in a terminal or a notebook a log
+            line of ``graphspec`` (INFO) for each wait. False: nothing. A function is called in their place as
+            ``progress(phase, done, total)``, in the thread that waits.
         overrides: any other configuration key by its bare name, those of ``sampling`` apart, which belong to each request
             (``num_steps=5, topk=4, num_draft_tokens=16, page_size=1``).
 
@@ -79,12 +83,11 @@ class LLM:
         runtime: str = "auto",
         *,
         config: Config | None = None,
-        progress: Progress | None = None,
-        **overrides: Any,
+        progress: Progress | bool | None = None,
+        **overrides: Unpack[Overrides],
     ) -> None:
         self.config = engine_config(config, overrides, model=model, variant=variant, draft=draft, runtime=runtime)
         check_progress(progress, ConfigError)
-        self.progress = progress
         self.folder = model_folder(self.config.model.path, self.config.model.revision)
         """Of the target's checkpoint."""
         self._has_tokenizer = has_tokenizer(self.folder)
@@ -95,17 +98,22 @@ class LLM:
         """The processes that hold the target together; None: this one alone."""
         if size > 1:
             self.ranks = ranks.existing_ranks(size, self.config.hardware.device)
+        # One rank shows what all of them do.
+        shown = progress if callable(progress) or self.ranks is None or self.ranks.rank == 0 else False
+        self._new_display = display_of(shown)
         planned = self._plan(0 if self.ranks is None else self.ranks.rank)
         if size > 1 and self.ranks is None:
             self.ranks = ranks.start(self.config, planned.device)
         try:
-            self._open(planned, progress)
+            self._open(planned, progress if callable(progress) else None)
         except BaseException:
             if self.ranks is not None:
                 self.ranks.end(at_once=True)
             raise
 
     def _open(self, planned: Plan, progress: Progress | None) -> None:
+        with closing(self._new_display()) as display:
+            load_native(planned, display)
         self.plan, self.memory = fit_memory(planned, self.config)
         if self.ranks is not None:
             # Another rank may have less memory.
@@ -119,10 +127,11 @@ class LLM:
             )  # fmt: skip
         logger.info("runtime: %s", self.plan.runtime)
         logger.info("memory: %s", self.memory.text())
-        self.cycle = self._load()
+        with closing(self._new_display()) as display:
+            self.cycle = self._load(display)
         self._close_ranks = self.ranks.lead_or_follow(self.cycle) if self.ranks is not None else None
         self.metrics: Metrics | None = None
-        self._engine = Engine(self.cycle, self._load_proposer(), self._adaptive_depth(), progress)
+        self._engine = Engine(self.cycle, self._load_proposer(), self._adaptive_depth(), progress, self._new_display)
         self.load = self._engine.load
         """What there is to do now, as :class:`graphspec.engine.meter.Load`; any thread may ask."""
         self.ping = self._engine.ping
@@ -133,7 +142,7 @@ class LLM:
             self._engine.prepare(self.plan.max_rows, *self.plan.sampling_classes)
 
     @classmethod
-    def from_config(cls, config: Config, progress: Progress | None = None) -> LLM:
+    def from_config(cls, config: Config, progress: Progress | bool | None = None) -> LLM:
         """An engine from a whole configuration, as :func:`graphspec.load_config` gives it."""
         return cls(config=config, progress=progress)
 
@@ -166,41 +175,15 @@ class LLM:
         ranks_target = target.of_rank(rank, self.config.runtime.tensor_parallel)
         return make_plan(self.config, ranks_target, draft, device=device, defaults=defaults)
 
-    def _load(self) -> Cycle:
+    def _load(self, display: Display) -> Cycle:
         plan = self.plan
         dtype, device = DTYPES[plan.dtype], torch.device(plan.device)
 
-        def report(phase: str) -> Callable[[int, int], None] | None:
-            return (lambda done, total: self.progress(phase, done, total)) if self.progress else None  # type: ignore[misc]
+        def report(phase: str) -> Callable[[int, int], None]:
+            return lambda done, total: display(phase, done, total)
 
-        table = None
-        if (table_path := self.config.kernels.linear_table) is not None:
-            if resolve("kernels.linear", plan.linear, plan.kernels, plan.device, plan.dtype) != "fused":
-                raise ConfigError(
-                    "kernels.linear_table", f"null with kernels.mode={plan.kernels}, unless linear layers are fused", table_path
-                )
-            place = user_path("kernels.linear_table", table_path)
-            table = read_table(place, device)
-        self.programmatic_launch = resolve_programmatic(plan.programmatic_launch, plan.kernels, device)
+        kernels, self.programmatic_launch, table = choose_kernels(self.config, plan)
         """Fused kernels start while the one before them drains."""
-        kernels = select_kernels(
-            plan.kernels,
-            plan.attention,
-            plan.device,
-            linear=plan.linear,
-            dtype=plan.dtype,
-            numerics=plan.numerics,
-            programmatic_launch=self.programmatic_launch,
-            linear_table=table,
-        )
-        for name, facts in (("target", plan.target), ("draft", plan.draft.decoder if plan.draft is not None else None)):
-            # Where the drafter skips tokens, its attention stays with the general kernels, except over latent rows with a host step.
-            if facts is not None and (
-                name == "target" or plan.variant.shift == 0 or (plan.cycles_need_host_step and facts.latent is not None)
-            ):
-                heads = facts.num_heads, facts.num_kv_heads, facts.head_dim
-                latent = (facts.latent.rank, facts.latent.rope_dim) if facts.latent is not None else None
-                kernels.check_model(name, plan.page_size, plan.dtype, *heads, facts.sliding_window, latent=latent)
         target = load_target(plan.target, plan.tap_layers, plan.max_positions, dtype, device, report("load target"))
         draft = None
         if plan.draft is not None:
@@ -222,7 +205,7 @@ class LLM:
             self.decoders[name] = f"op by op: {reason}" if reason else "one native op per pass"
         # A second team of threads would compete for the same cores, and little work is left between native ops.
         loop_threads = 1 if native else None
-        tuner = partial(tune_program, table, place, tuple(networks.values()), device) if table is not None else None
+        tuner = partial(tune_program, *table, tuple(networks.values()), device) if table is not None else None
         make: Callable[..., Cycle] = Cycle
         if self.ranks is not None:
             make = partial(FollowingCycle, comm=comm) if self.ranks.rank else partial(LeadingCycle, comm=comm, channel=self.ranks.channel)
@@ -272,7 +255,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: Params = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
         launcher: Launcher | None = None,
         *,
         sampling_params: Params = None,
@@ -312,9 +295,13 @@ class LLM:
         most = sum(r.budget for r in requests)
         exclusive = Exclusive(launcher) if launcher is not None else None
         served = [r for r in requests if r.finish_reason is None]
-        changed = (lambda: progress("generate", sum(len(r.output) for r in requests), most)) if progress is not None else None
+        changed = (lambda: progress("generate", sum(len(r.output) for r in requests), most)) if callable(progress) else None
         self._engine.run(served, exclusive=exclusive, changed=changed)
         self._note(requests)
+        return self.outputs(requests)
+
+    def outputs(self, requests: Sequence[Request]) -> list[Output]:
+        """The outputs of requests that have ended."""
         return [make_output(r, self._text(r), self.plan) for r in requests]
 
     def stream(
@@ -376,7 +363,7 @@ class LLM:
         self,
         messages: Any,
         params: Params = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
         *,
         sampling_params: Params = None,
         priority: Priority = 0,
@@ -434,6 +421,13 @@ class LLM:
         self._engine.close()
         if self._close_ranks is not None:
             self._close_ranks()
+
+    def __repr__(self) -> str:
+        plan, shape = self.plan, f"({', '.join(map(str, self.plan.shape.numbers))})"
+        return (
+            f"LLM(model={self.config.model.path!r}, variant={plan.variant.name!r}, shape={shape}, runtime={plan.runtime.name!r}, "
+            f"device={plan.device!r}, dtype={plan.dtype!r}, buckets={list(plan.buckets)})"
+        )
 
     def __enter__(self) -> Self:
         return self

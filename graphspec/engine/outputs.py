@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 
+from ..checks import brief
 from ..plan import Plan
 from .request import Request, RequestMetrics, TokenLogprob
 from .stops import OutputText
@@ -38,9 +39,9 @@ class Metrics:
     synthetic: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Output:
-    """Result of one request.
+    """Result of one request. Its ``repr`` is short: part of the text, and how many tokens there are.
 
     Attributes:
         index: position in the call's prompts.
@@ -75,6 +76,12 @@ class Output:
         """Tokens of the prompt that were found in pages of other requests and not computed."""
         return self.metrics.cached_tokens
 
+    def __repr__(self) -> str:
+        said = {"index": str(self.index)} | ({"sample": str(self.sample)} if self.sample else {})
+        said |= {"text": brief(self.text), "tokens": str(len(self.token_ids)), "finish_reason": repr(self.finish_reason)}
+        said |= {"acceptance_length": f"{self.metrics.acceptance_length:.2f}"} if self.error is None else {"error": repr(self.error)}
+        return f"Output({', '.join(f'{name}={value}' for name, value in said.items())})"
+
 
 @dataclass(frozen=True, slots=True)
 class StreamEvent:
@@ -98,6 +105,74 @@ class StreamEvent:
     sample: int = 0
     stop_reason: str | int | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """All that a request has generated so far, by the names of vLLM's ``CompletionOutput``.
+
+    Attributes:
+        index: which of the ``n`` outputs of the prompt.
+        logprobs: of the tokens, where they were asked for.
+        finish_reason, stop_reason: as in :class:`Output`; None: the request goes on.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class _SoFar:
+    """What the events of a request had, put together; it only grows."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput(StreamEvent):
+    """A :class:`StreamEvent` that also has all of the request so far, as vLLM's ``RequestOutput`` has it.
+
+    Attributes:
+        request_id: of the call.
+        prompt_token_ids: of the request.
+    """
+
+    request_id: str = ""
+    prompt_token_ids: list[int] = field(default_factory=list)
+    _so_far: _SoFar = field(default_factory=_SoFar, repr=False, compare=False)
+    _texts: int = field(default=0, repr=False, compare=False)
+    _tokens: int = field(default=0, repr=False, compare=False)
+
+    @property
+    def outputs(self) -> list[Completion]:
+        """One entry: everything up to this event."""
+        so_far, tokens = self._so_far, self._tokens
+        text, logprobs = "".join(so_far.texts[: self._texts]), so_far.logprobs[:tokens] if self.logprobs is not None else None
+        return [Completion(self.sample, text, so_far.token_ids[:tokens], logprobs, self.finish_reason, self.stop_reason)]
+
+
+def cumulative(request_id: str, requests: Sequence[Request]) -> Callable[[StreamEvent], RequestOutput]:
+    """A function that makes each event of these requests, in order, one with all so far."""
+    prompts = {(request.index, request.sample): request.prompt for request in requests}
+    known: dict[tuple[int, int], _SoFar] = {}
+
+    def add(event: StreamEvent) -> RequestOutput:
+        place = event.index, event.sample
+        so_far = known.setdefault(place, _SoFar())
+        so_far.texts.append(event.text)
+        so_far.token_ids += event.token_ids
+        so_far.logprobs += event.logprobs or []
+        said = {name.name: getattr(event, name.name) for name in fields(StreamEvent)}
+        return RequestOutput(**said, request_id=request_id, prompt_token_ids=prompts[place], _so_far=so_far, _texts=len(so_far.texts),
+                             _tokens=len(so_far.token_ids))  # fmt: skip
+
+    return add
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from ..checks import INT32_MOST, brief, check_fields, cut, in_range, usable_temp
 from ..config import SamplingConfig, check_sampling
 from ..errors import GraphspecError, RequestError
 from ..graphs.grammar import Grammar
-from ..hints import before_list, hint_for_sampling
+from ..hints import hint_for_sampling
 from ..shapes import GREEDY, NEUTRAL, SamplingClass, SamplingDefaults, drawing_class
 from .structured import Structured
 
@@ -49,7 +49,7 @@ def check_names(given: Mapping[Any, object]) -> None:
         if name not in known:
             key = cut(name) if isinstance(name, str) else brief(name)
             hint = hint_for_sampling(key, known)
-            raise RequestError(f"sampling.{key}", "a field of SamplingParams", f"{key}={brief(value)}", before_list(hint, "fields", known))
+            raise RequestError(f"sampling.{key}", known, f"{key}={brief(value)}", hint)
 
 
 def _names_checked(kind: type[Made]) -> type[Made]:

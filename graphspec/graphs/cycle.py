@@ -31,7 +31,7 @@ from .stages.logprobs import PROMPT_RING, RING, ring_buffers
 from .stages.mailbox import MailLayout, Message, SharedPages
 from .stages.stage import DraftModel, Stage, TargetModel, check_dataflow
 
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int, str], None]
 logger = logging.getLogger(__name__)
 TIMED_RUNS = 5
 """Runs of a program; its time is their median."""
@@ -206,7 +206,7 @@ class Cycle:
         done: list[Key] = []
         for number, key in enumerate(keys):
             if progress:
-                progress(phase, number, len(keys))
+                progress(phase, number, len(keys), describe(key))
             try:
                 do(key)
             except Exception as error:
@@ -221,7 +221,7 @@ class Cycle:
             else:
                 done.append(key)
         if progress:
-            progress(phase, len(keys), len(keys))
+            progress(phase, len(keys), len(keys), "")
         return done
 
     def _dispensable(self, key: Key, coming: list[Key]) -> bool:

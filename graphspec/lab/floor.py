@@ -2,8 +2,8 @@
 
 Roofline (Williams et al., 2009): a stage takes at least ``max(bytes / bandwidth, flops / peak)``; stages follow one another. Counted are
 
-* weights, once per pass, in the dtype of the model; of an embedding only the rows that are looked up, of a mixture of experts those that
-  are expected to be hit (:func:`distinct_experts`), the experts that every token goes to always;
+* weights, once per pass, in the dtype that they are held in; of an embedding only the rows that are looked up, of a mixture of experts
+  those that are expected to be hit (:func:`distinct_experts`), the experts that every token goes to always;
 * committed KV of every row, once per pass and layer, at most a sliding window of it; the rows a pass writes;
 * logits, written and read once in float32; features of the target, written by the verify stage and read by the first draft pass.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,9 +28,9 @@ from ..catalog import Variant, load_object
 from ..errors import ConfigError
 from ..models.checkpoint import Checkpoint
 from ..models.experts import MixtureOfExperts
-from ..models.layers import Embedding
+from ..models.layers import Embedding, Linear
 from ..models.llama import LlamaModel
-from ..models.target import settle_head, target_checkpoint
+from ..models.target import load_target, settle_head, target_checkpoint
 from ..models.token_map import apply_token_map, load_token_map
 from ..paths import user_path
 
@@ -164,7 +165,9 @@ def distinct_experts(experts: int, topk: int, tokens: float) -> float:
     return experts * (1 - (1 - topk / experts) ** tokens)
 
 
-def group_parameters(network: nn.Module, itemsize: int, leave_out: Iterable[str] = (), without: Iterable[nn.Parameter] = ()) -> Weights:
+def group_parameters(
+    network: nn.Module, itemsize: int, leave_out: Iterable[str] = (), without: Iterable[nn.Parameter] = (), *, packed: bool = False
+) -> Weights:
     """Sort the parameters of a network into :data:`GROUPS`.
 
     Args:
@@ -172,6 +175,7 @@ def group_parameters(network: nn.Module, itemsize: int, leave_out: Iterable[str]
         itemsize: bytes of a parameter, except of those a module keeps in float32 (``float32_names``).
         leave_out: prefixes of names.
         without: parameters that are not counted, such as those shared with another network.
+        packed: linear layers hold in 16 bits what their checkpoint has in 16 bits.
     """
     fuse, skipped = getattr(network, "first_pass_only", ()), {id(parameter) for parameter in without}
     found: dict[int, tuple[str, int, int]] = {}
@@ -191,6 +195,8 @@ def group_parameters(network: nn.Module, itemsize: int, leave_out: Iterable[str]
         if id(parameter) in found and group != "head":  # a tied matrix is streamed as head
             continue
         width = 4 if leaf in getattr(owner, "float32_names", ()) else itemsize
+        if packed and isinstance(owner, Linear) and leaf == "weight" and owner.stored is not None:
+            width = owner.stored.itemsize
         found[id(parameter)] = (group, parameter.numel(), parameter.numel() * width)
     numbers, sizes = dict.fromkeys(GROUPS, 0), dict.fromkeys(GROUPS, 0)
     for group, number, size in found.values():
@@ -247,7 +253,7 @@ class FloorModel:
 
     Attributes:
         target, draft: facts; ``draft`` is None for a drafter without a network.
-        itemsize: bytes of a weight and of an element of KV.
+        itemsize: bytes of a weight that is not packed, and of an element of KV.
         target_weights: of the target.
         draft_weights: weights that pass 1, 2, ... of the draft reads; further passes read the last ones.
         draft_own: parameters of the draft that it does not share with the target.
@@ -263,7 +269,7 @@ class FloorModel:
     @classmethod
     def of(
         cls, target: ModelFacts, draft: DraftFacts | None, dtype: str, variant: Variant | None = None, token_map: str | None = None,
-        from_config: bool | None = None,
+        from_config: bool | None = None, *, packed: bool = False,
     ) -> FloorModel:  # fmt: skip
         """Build the model from facts.
 
@@ -274,34 +280,40 @@ class FloorModel:
             variant: catalog entry; needed with a draft.
             token_map: ``variant.token_map``.
             from_config: don't read the draft's tensors; None: read them where there are any.
+            packed: linear layers are packed (:func:`graphspec.models.stack.uses_packed_weights`), and hold in 16 bits what a checkpoint
+                with tensors has in 16 bits.
 
         Raises:
-            CheckpointError: tensors of the draft that do not fit its config.
+            CheckpointError: tensors that do not fit their config.
         """
-        model = build_target(target, draft.tap_layers if draft is not None else ())
+        taps = draft.tap_layers if draft is not None else ()
+        if packed and has_tensors(target.path):
+            model = load_target(target, taps, 1, DTYPES[dtype], torch.device("meta"))
+        else:
+            model = build_target(target, taps)
         network = None
         if draft is not None:
             assert variant is not None, "the variant of the draft"
             network = build_draft(draft, model, variant, token_map, from_config)
-        return cls.of_networks(target, model, draft, network, dtype)
+        return cls.of_networks(target, model, draft, network, dtype, packed=packed)
 
     @classmethod
     def of_networks(
-        cls, target: ModelFacts, model: nn.Module, draft: DraftFacts | None, network: nn.Module | None, dtype: str
+        cls, target: ModelFacts, model: nn.Module, draft: DraftFacts | None, network: nn.Module | None, dtype: str, *, packed: bool = False
     ) -> FloorModel:
-        """Build the model from networks, with or without data, whose weights are not packed."""
-        itemsize = DTYPES[dtype].itemsize
+        """Build the model from networks, with or without data, whose weights are not packed yet; ``packed``: they will be."""
+        itemsize, group = DTYPES[dtype].itemsize, partial(group_parameters, packed=packed)
         passes: tuple[Weights, ...] = ()
         own = None
         if draft is not None and network is not None:
             heads = [f"heads.{head}." for head in range(draft.num_heads)]
-            passes = tuple(group_parameters(network, itemsize, [name for name in heads if name != head]) for head in heads)
-            own = group_parameters(network, itemsize, without=model.parameters())
+            passes = tuple(group(network, itemsize, [name for name in heads if name != head]) for head in heads)
+            own = group(network, itemsize, without=model.parameters())
         return cls(
             target=target,
             draft=draft if network is not None else None,
             itemsize=itemsize,
-            target_weights=group_parameters(model, itemsize),
+            target_weights=group(model, itemsize),
             draft_weights=passes,
             draft_own=own,
         )
@@ -323,6 +335,15 @@ class FloorModel:
         if self.draft is not None:
             verify.parts["features"] += batch * nodes * self.draft.feature_size * self.itemsize
         return (*found, verify.stage("verify"))
+
+    def working_set(self, shape: CycleShape, batch: int, context: int) -> float:
+        """Bytes that a cycle touches, each counted once, as if passes after the first read none: what a cache would have to hold.
+
+        Args:
+            shape, batch, context: as for :meth:`stages`.
+        """
+        own = self.draft_own if shape.num_steps else None
+        return self.stages(shape, batch, context)[-1].bytes + (own.size - own.sizes["embedding"] if own is not None else 0)
 
     def _draft_stages(self, draft: DraftFacts, shape: CycleShape, batch: int, context: int) -> list[StageCost]:
         tallies: dict[str, _Tally] = {}

@@ -17,10 +17,10 @@ from ..engine.llm import LLM
 from ..errors import ConfigError
 from ..hints import install_hint
 from ..paths import user_path
-from ..show.progress import progress_bars
+from ..progress import progress_bars
 
 if TYPE_CHECKING:
-    from ..graphs.cycle import Progress
+    from ..progress import Progress
     from .app import Api
     from .limits import Keys
 

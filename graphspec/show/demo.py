@@ -173,7 +173,7 @@ def run_demo(config: Config, prompt: str, console: Console | None = None, notes:
     engines: dict[str, LLM] = {}
     for name, each in ((variant, config), (plain, replace(config, variant=VariantConfig(name=plain)))):
         with working(f"{'compiling' if compiles else 'building'} the cycle of {name}", notes):
-            engines[name] = LLM.from_config(each)
+            engines[name] = LLM.from_config(each, progress=False)
             engines[name].warm_up(sampling=params.sampling_class)
     watch = CoreWait()
     with working(f"{DEMO_REPEATS} runs of each after a warm-up", notes):
@@ -207,8 +207,10 @@ def eager_engine(config: Config, prompt: str, threads: int) -> LLM:
     if config.variant.topk == 1:
         # Heads of their own per step draft chains and nothing else, and so does accept=rejection.
         with suppress(ConfigError):
-            return LLM.from_config(replace(small, variant=replace(config.variant, topk=TREE_TOPK, num_draft_tokens=TREE_NODES)))
-    return LLM.from_config(small)
+            return LLM.from_config(
+                replace(small, variant=replace(config.variant, topk=TREE_TOPK, num_draft_tokens=TREE_NODES)), progress=False
+            )
+    return LLM.from_config(small, progress=False)
 
 
 def measure(engines: dict[str, LLM], prompt: str, params: SamplingParams) -> tuple[dict[str, float], dict[str, Output]]:

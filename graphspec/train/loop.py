@@ -34,7 +34,7 @@ STATE_COPIES = 3
 class Watch(Protocol):
     """Called with a stage, the number of its units that are done, their total, and a note of a few words."""
 
-    def __call__(self, stage: str, done: int, total: int, note: str = "") -> None: ...
+    def __call__(self, stage: str, done: int, total: int, note: str = "", /) -> None: ...
 
 
 def unwatched(stage: str, done: int, total: int, note: str = "") -> None:

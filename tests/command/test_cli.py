@@ -22,11 +22,11 @@ from graphspec.engine.outputs import Metrics, Output, StreamEvent, TreeSnapshot
 from graphspec.errors import ConfigError, RequestError, ResourceError
 from graphspec.graphs.capture import CaptureRecord
 from graphspec.graphs.memory import MemoryLine, MemoryPlan
+from graphspec.progress import progress_bars
 from graphspec.runtime import resolve_runtime
 from graphspec.shapes import NEUTRAL
 from graphspec.show import inspect
 from graphspec.show.draft_tree import draw_tree
-from graphspec.show.progress import progress_bars
 
 METRICS = Metrics(
     cycles=7, acceptance_length=2.5, accepted_per_position=[0.9, 0.6], prefill_seconds=0.1, decode_seconds=0.2, tokens_per_second=123.0
@@ -61,7 +61,7 @@ class FakeLLM:
 
     @classmethod
     def from_config(cls, config, progress=None):
-        if progress is not None:
+        if callable(progress):
             progress("load", 1, 1)
         return cls(config)
 
@@ -372,13 +372,29 @@ def test_help_and_configuration_need_no_torch(words, part, tmp_path):
 def test_bad_words_next_to_a_flag_are_explained_too():
     result = shell("generate", "--cfg", "job", "variant.topkk=1")
     assert result.returncode == 2
-    assert result.stderr.startswith("graphspec: variant.topkk: expected a key")
+    assert result.stderr.startswith("graphspec: variant.topkk: found variant.topkk=1 (did you mean topk?), expected one of draft, ")
+
+
+def test_the_module_is_the_console_script():
+    """Its arguments and exit codes too."""
+    words = ["generate", "--cfg", "job", "--package", "model", "model=org/a"]
+    done = subprocess.run([sys.executable, "-m", "graphspec", *words], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "") and "path: org/a\n" in done.stdout
+    done = subprocess.run([sys.executable, "-m", "graphspec", "genrate"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(
+        "graphspec: command: found 'genrate' (did you mean generate?)"
+    )
+
+
+def test_a_sweep_takes_checkpoints_and_presets(run):
+    result = run("generate", "prompt=x", "--multirun", "model=org/a,demo")
+    assert (result.code, [engine.config.model.path for engine in result.engines]) == (0, ["org/a", "demo"])
 
 
 def test_a_reader_that_leaves_is_no_error():
     read, write = os.pipe()
     os.close(read)
-    result = subprocess.run([sys.executable, "-m", "graphspec.cli", "--help"], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-m", "graphspec", "--help"], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(write)
     assert (result.returncode, result.stderr) == (141, "")
 

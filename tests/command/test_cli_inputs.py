@@ -63,7 +63,7 @@ def refusal(done: subprocess.CompletedProcess[bytes]) -> str:
         (["generate", "def fib(n):"], "found 'def fib(n):' (a prompt is prompt=TEXT)"),
         (["genrate", "prompt=x"], "found 'genrate' (did you mean generate?)"),
         (["profile", "--multirun", "hydra/launcher=submitit_slurm"], "pip install hydra-submitit-launcher"),
-        (["generate", "--multirun", "variant=nope,none", "prompt=x"], "variant: expected one of"),
+        (["generate", "--multirun", "variant=nope,none", "prompt=x"], "variant: found 'nope' (did you mean none?), expected one of"),
         (["generate", "--config-name", "nope", "prompt=x"], "nope"),
         (["diff", "prompt_file=nope"], "No such file"),
         (["profile", "results=/dev/null/x"], "results: expected a place where files can be written"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from graphspec.catalog import VARIANTS
 from graphspec.command_options import LaunchConfig
-from graphspec.compose import config_groups, load_config, split_prompts
+from graphspec.compose import config_groups, load_config, split_prompts, take_checkpoint
 from graphspec.config import RUNTIMES, Config, SamplingConfig
 from graphspec.engine.arguments import engine_config
 from graphspec.errors import ConfigError
@@ -82,7 +82,9 @@ BAD = {
         "'eagle9'",
         "did you mean eagle?",
     ),
-    "model=/some/folder": ("model", "one of deepseek-v3, demo", "'/some/folder'", "model.path=/the/folder"),
+    "model=llama-3.1-8": ("model", "did you mean llama-3.1-8b?", "model=./folder, or model=org/name", "one of deepseek-v3, demo"),
+    "model=dmeo,org/name": ("model", "one value", "add --multirun"),
+    "model=org/a,org/b": ("model.path", "one value", "add --multirun"),
     "variant=[nothing]": ("variant", "one of dflash, eagle, eagle3, mtp, ngram, ngram_trie, none, p_eagle, standalone"),
     "sampling=3": ("sampling", "one of auto, greedy, sample", "'3'"),
     "experiment=nothing": ("experiment", "demo_tree"),
@@ -155,6 +157,30 @@ def test_bad_words_name_key_expected_and_found(word):
     for part in parts:
         assert part in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("word", ["variant=eagle9", "variant.topkk=1", "temprature=1", "hardware.dtype=fp16", "model=dmeo"])
+def test_a_hint_stands_before_a_list(word):
+    with pytest.raises(ConfigError, match=r"^[\w.]+: found \S+ \(did you mean .*\?.*\), expected one of [\w-]+, ") as caught:
+        load_config(word)
+    assert str(caught.value).count("\n") == 0 and str(caught.value.expected).startswith("one of ")
+
+
+@pytest.mark.parametrize("name", ["org/name", "/no/such folder", "./mine", "../mine/v1.0", "mine"])
+@pytest.mark.parametrize("more", [(), ("experiment=demo_tree",), ("hardware=cpu", "model.max_context=64")])
+def test_a_checkpoint_is_taken_as_the_model(tmp_path, monkeypatch, name, more):
+    """A name of the Hub, or anything with a slash, or what exists; before and after other words."""
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for words in ((f"model={name}", *more), (*more, f"model={name}")):
+        assert load_config(*words) == load_config(f"model.path={name}", *more)
+
+
+def test_a_preset_comes_before_a_folder_of_its_name(tmp_path, monkeypatch):
+    (tmp_path / "llama-3.1-8b").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert take_checkpoint(["model=llama-3.1-8b", "model=demo,demo_hybrid"]) == ["model=llama-3.1-8b", "model=demo,demo_hybrid"]
+    assert take_checkpoint(["model=demo,org/a", "x=org/a"]) == ["model.path=demo,org/a", "x=org/a"]
 
 
 def test_overrides_are_texts():

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 import graphspec
 from graphspec.engine.async_llm import AsyncLLM
 from graphspec.engine.llm import SamplingParams
+from graphspec.engine.outputs import StreamEvent, cumulative
 from graphspec.errors import RequestError, ResourceError
 from graphspec.graphs.cycle import Cycle
 from graphspec.shapes import GREEDY
@@ -138,6 +140,115 @@ def test_a_caller_that_leaves_aborts_its_requests(pair: Pair, how: str) -> None:
     assert_idle(llm)
     reasons = [request.finish_reason for request in requests if request.budget == ENDLESS.max_tokens]
     assert reasons == ["abort", "abort"]
+
+
+def test_an_event_has_what_is_new_and_all_so_far(pair: Pair) -> None:
+    llm = pair.llm(**CHAIN, max_rows=4)
+    face, prompt_ids = AsyncLLM(llm), prompts(2)
+    params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, n=2, temperature=1.0, seed=3, logprobs=1)
+
+    async def run() -> tuple[Any, ...]:
+        events = [event async for event in face.stream(prompt_ids, params, "mine")]
+        return events, await face.generate(prompt_ids, params)
+
+    events, outputs = asyncio.run(run())
+    new: dict[tuple[int, int], list[int]] = {}
+    for event in events:
+        tokens = new.setdefault((event.index, event.sample), [])
+        tokens += event.token_ids
+        [so_far] = event.outputs
+        assert (event.request_id, event.prompt_token_ids, so_far.index) == ("mine", prompt_ids[event.index], event.sample)
+        assert so_far.token_ids == tokens == [entry.token_id for entry in so_far.logprobs or []]
+        assert so_far.finish_reason == event.finish_reason == ("length" if event.finished else None)
+    assert [new[output.index, output.sample] for output in outputs] == [output.token_ids for output in outputs] == list(new.values())
+    assert len(events) > len(outputs) == 4
+    assert_idle(llm)
+
+
+def test_texts_of_events_are_put_together() -> None:
+    add = cumulative("r", [SimpleNamespace(index=0, sample=0, prompt=[1, 2])])  # type: ignore[list-item]
+    pieces = [("one", [5], False), (" ", [6, 7], False), ("two", [], True)]
+    events = [add(StreamEvent(0, text, tokens, last, finish_reason="stop" if last else None)) for text, tokens, last in pieces]
+    assert [event.outputs[0].text for event in events] == ["one", "one ", "one two"], "later events change no earlier one"
+    assert [event.outputs[0].token_ids for event in events] == [[5], [5, 6, 7], [5, 6, 7]]
+    assert isinstance(events[0], StreamEvent) and events[2].outputs[0].finish_reason == "stop"
+
+
+def test_waiting_gives_the_outputs(pair: Pair) -> None:
+    """From the beginning, from the middle of the events, and once more."""
+    llm = pair.llm(**CHAIN, max_rows=3, buckets=[1, 4])
+    face, prompt_ids = AsyncLLM(llm), prompts(3)
+    wanted = expected(pair, prompt_ids, LENGTH)
+
+    async def run() -> None:
+        assert ids(await face.generate(prompt_ids, PARAMS)) == wanted
+        assert ids(await face.generate(prompt=prompt_ids[0], sampling_params=PARAMS, request_id="a")) == wanted[:1]
+        begun = face.generate(prompt_ids, PARAMS)
+        await anext(begun)
+        assert ids(await begun) == ids(await begun) == wanted
+        with pytest.raises(RequestError, match="prompts: expected prompts, or prompt as another name of it, found both"):
+            face.generate(prompt_ids, prompt=prompt_ids[0])
+        with pytest.raises(RequestError, match="a token id from 0 to"):
+            await face.generate([10**9], PARAMS)
+        closed = face.generate(prompt_ids, PARAMS)
+        await closed.aclose()
+        with pytest.raises(ResourceError, match="one that was closed before"):
+            await closed
+
+    asyncio.run(run())
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("how", ["break", "abort", "cancelled"])
+def test_what_is_left_ends_with_its_caller_or_by_its_name(pair: Pair, how: str) -> None:
+    """A call can be ended by anyone who knows its name, and the same name then serves again."""
+    llm = pair.llm(**CHAIN, max_rows=2)
+    face, engine, requests = AsyncLLM(llm), llm._engine, []
+    add, step, left = engine.scheduler.add, engine._step, threading.Event()
+
+    def held() -> None:
+        """From the first token on, no step until the caller has left."""
+        if left.is_set() or not any(request.output for request in requests):
+            step()
+        else:
+            time.sleep(PAUSE)
+
+    engine.scheduler.add = lambda request: (requests.append(request), add(request))  # type: ignore[method-assign]
+    engine._step = held  # type: ignore[method-assign]
+
+    async def leave() -> None:
+        async for event in face.generate(prompts(1)[0], ENDLESS, "mine"):
+            assert event.request_id == "mine"
+            break
+
+    async def run() -> None:
+        if how == "break":
+            await leave()
+        else:
+            task = asyncio.ensure_future(_outputs(face))
+            while not any(request.output for request in requests):
+                await asyncio.sleep(PAUSE)
+            with pytest.raises(RequestError, match="request_id: expected one that no open call has, found 'mine'"):
+                await face.generate(prompts(1)[0], PARAMS, "mine")
+            await face.abort("another")
+            if how == "abort":
+                await face.abort("mine")
+            else:
+                task.cancel()
+            left.set()
+            assert isinstance(
+                (await asyncio.gather(task, return_exceptions=True))[0], asyncio.CancelledError if how == "cancelled" else list
+            )
+        left.set()
+        assert ids(await face.generate(prompts(1)[0], PARAMS, "mine")) == expected(pair, prompts(1), LENGTH)
+
+    asyncio.run(run())
+    assert_idle(llm)
+    assert [request.finish_reason for request in requests] == ["abort", *["abort"] * (how != "break" and len(requests) == 3), "length"]
+
+
+async def _outputs(face: AsyncLLM) -> Any:
+    return await face.generate(prompts(1)[0], ENDLESS, "mine")
 
 
 def test_errors_reach_the_caller(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,7 +135,7 @@ def test_the_largest_program_is_captured_first_and_prefill_as_well() -> None:
 
     cycle, phases = make_cycle(plan, capturer), []
     keys = keys_of(plan, GREEDY)
-    cycle.prepare(keys, lambda phase, done, total: phases.append((phase, done, total)))
+    cycle.prepare(keys, lambda phase, done, total, note: phases.append((phase, done, total)))
     order = [next(key for key, program in cycle.programs.items() if program is owner) for owner in made[0].order]
     assert order == sorted(keys, key=tokens_of, reverse=True) and isinstance(order[-1], PrefillKey)
     assert phases == [(phase, done, 6) for phase in ("build", "capture") for done in range(7)]

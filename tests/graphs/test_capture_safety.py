@@ -426,7 +426,7 @@ def test_an_undeclared_write_would_show() -> None:
 def test_a_failed_build_leaves_the_ring_where_it_was() -> None:
     cycle, key, message = warm_cycle("chain")
 
-    def fail(phase: str, done: int, total: int) -> None:
+    def fail(phase: str, done: int, total: int, note: str) -> None:
         if done == 1:
             raise KeyboardInterrupt
 

@@ -14,11 +14,13 @@ from graphspec.compose import load_config
 from graphspec.config import VariantConfig
 from graphspec.engine.llm import LLM
 from graphspec.errors import ConfigError
+from graphspec.facts import ModelFacts
 from graphspec.facts.families import QWEN3_5
 from graphspec.facts.keys import Keys
 from graphspec.facts.recurrent import read_gated_delta
 from graphspec.graphs.memory import parameter_bytes, plan_memory
-from graphspec.lab.floor import FloorModel, Hardware, StageCost, distinct_experts, kv_bytes_per_token
+from graphspec.lab.floor import FloorModel, Hardware, StageCost, build_target, distinct_experts, kv_bytes_per_token
+from graphspec.lab.predict.capacity import packs_weights
 from graphspec.lab.predict.model_pair import read_model_pair, shape_names
 from graphspec.plan import make_plan
 from graphspec.shapes import PLAIN, CycleShape
@@ -229,6 +231,38 @@ def test_weights_are_those_the_engine_would_load(variant: str) -> None:
     ids = 8 * pair.draft.draft_vocab_size if pair.draft is not None and pair.draft.draft_vocab_size != pair.target.vocab_size else 0
     assert own + (4 * plan.max_positions * pair.draft.decoder.head_dim + ids if pair.draft is not None else 0) == draft
     assert plan_memory(plan, config, (target, draft)) == plan_memory(plan, config)
+
+
+def test_packed_weights_are_counted_as_they_are_held() -> None:
+    """A float32 engine on a CPU holds linear layers in the checkpoint's 16 bits; the rest is widened."""
+    config = load_config("variant=eagle3", "hardware=cpu")
+    pair = read_model_pair("demo", config.variant, EAGLE3)
+    wide, packed = (FloorModel.of(pair.target, pair.draft, "float32", EAGLE3, packed=flag) for flag in (False, True))
+    for one, other in ((packed.target_weights, wide.target_weights), (packed.draft_weights[0], wide.draft_weights[0])):
+        assert one.numbers == other.numbers and one.sizes["embedding"] == other.sizes["embedding"]
+        assert one.sizes["head"] == other.sizes["head"] // 2
+    # Of a layer only its two norms are no linear layer; the final norm is one more.
+    norms = pair.target.hidden_size * (2 * pair.target.num_layers + 1)
+    assert packed.target_weights.sizes["layers"] == 2 * wide.target_weights.numbers["layers"] + 2 * norms
+    assert packs_weights(config, "cpu", "float32") and not packs_weights(config, "cpu", "bfloat16")
+    assert not packs_weights(config, "cuda", "float32") and not packs_weights(load_config("runtime=eager"), "cpu", "float32")
+    paper = read_model_pair("llama-3.1-8b", VariantConfig(name="none"), resolve_variant("none"))
+    assert FloorModel.of(paper.target, None, "float32", packed=True).target_weights.size == 4 * paper_parameters(paper.target)
+
+
+def paper_parameters(facts: ModelFacts) -> int:
+    return sum(parameter.numel() for parameter in build_target(facts).parameters())
+
+
+def test_a_working_set_has_every_byte_once() -> None:
+    """The draft network is read by every pass, and counts once; plain decoding does not touch it."""
+    shape, own = CycleShape(5, 1, 6), SMALL.draft_own
+    assert own is not None
+    for batch, context in ((1, 10), (4, 40)):
+        *drafting, verify = SMALL.stages(shape, batch, context)
+        assert SMALL.working_set(shape, batch, context) == verify.bytes + own.size - own.sizes["embedding"]
+        assert SMALL.working_set(shape, batch, context) < verify.bytes + sum(stage.bytes for stage in drafting)
+        assert SMALL.working_set(PLAIN, batch, context) == SMALL.stages(PLAIN, batch, context)[-1].bytes
 
 
 def test_shapes_on_paper_have_no_weights() -> None:

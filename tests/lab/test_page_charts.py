@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from itertools import pairwise
 from typing import Any
@@ -85,6 +86,24 @@ def test_the_floor_line_is_acceptance_times_batch_over_floor(tmp_path):
     assert floor.x == (1, 4)
     assert floor.y == pytest.approx((1200.0, 4800.0))
     assert len(found) == 2
+
+
+def test_a_floor_that_was_beaten_is_left_out_and_said_so(tmp_path):
+    """Of older files too, which have a percentage above 100."""
+    fast = side("fast", "subject", 1, 800.0, [2, 1, 3])
+    cycle = fast["cycle_ms"]["median"]
+    fast |= {"floor_ms": 6.25 * cycle, "percent_of_floor": 625.0}
+    fast["stages"][0] |= {"floor_ms": 3 * fast["stages"][0]["ms"], "percent_of_floor": 300.0}
+    lines = [provenance(), fast, side("none", "none", 1, 500.0)]
+    _, document = render(tmp_path, lines)
+    text = "".join(document.words)
+    assert "625" not in text and "300 %" not in text and text.count("The floor of 1 of 2 sides is left out: cycles were faster") == 2
+    found = read(tmp_path, lines)
+    for chart in (speed_charts.throughput(found, charts.Palette(found.sides)), cycle_charts.stages(found, charts.Palette(found.sides))):
+        [floor] = [trace for trace in chart.figure.data if trace.name == "floor"]
+        assert len([value for value in floor.x if value is not None]) == 1, "that of the other side"
+    assert [one.beats_floor for one in found.sides] == [True, False] and found.sides[0].percent_of_floor is None
+    assert found.sides[1].percent_of_floor == 62.0 and "62 % of floor" in json.dumps(charts_of(document)["stages"])
 
 
 def test_one_batch_is_drawn_as_bars_with_the_floor(tmp_path):

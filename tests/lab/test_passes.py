@@ -139,7 +139,7 @@ def test_times_are_kept_until_something_they_hold_for_changes(
 
 def test_a_model_without_weights_is_not_timed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, rate in (("copy_bandwidth", 2e10), ("matmul_rate", 1e11)):
-        monkeypatch.setattr(f"graphspec.lab.predict.plan.{name}", lambda *a, rate=rate: rate)
+        monkeypatch.setattr(f"graphspec.lab.predict.plan.{name}", lambda *a, rate=rate, **_: rate)
     document = measured(capsys, "model=llama-3.1-8b")
     assert "passes were not timed: there are no weights" in document["notes"] and document["efficiency"]["source"] == "assumed"
 

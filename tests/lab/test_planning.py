@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -378,17 +379,36 @@ def test_tables_fit_into_100_columns(capsys: pytest.CaptureFixture[str], tmp_pat
 
 def test_measuring_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr("graphspec.lab.predict.plan.copy_bandwidth", lambda *a: calls.append(a) or 2e10)
+    monkeypatch.setattr("graphspec.lab.predict.plan.copy_bandwidth", lambda *a, working_set: calls.append((*a, working_set)) or 2e10)
     monkeypatch.setattr("graphspec.lab.predict.plan.matmul_rate", lambda *a: calls.append(a) or 1e11)
     document = plan(capsys, "hardware=cpu", "runtime=eager", "plan.measure=true", "plan.batches=[1]")
     assert any("passes were not timed: the target's layers run op by op" in note for note in document["notes"])
-    assert calls == [("cpu",), ("cpu", "float32")]
+    assert [call[:2] for call in calls[1:]] == [("cpu", "float32")]
+    # The demo's 4.8 million parameters, each read once a cycle, and the context of a row: what caches hold.
+    assert calls[0][0] == "cpu" and 19e6 < calls[0][1] < 32e6
     assert (document["hardware"]["bandwidth"], document["hardware"]["flops"]) == (2e10, 1e11)
 
 
 def test_what_this_machine_can_do_is_a_sane_number() -> None:
     assert 1e8 < machine.copy_bandwidth("cpu", gib=0.03, seconds=0.05) < 1e13
     assert 1e8 < machine.matmul_rate("cpu", "float32", size=256, seconds=0.05) < 1e15
+
+
+def test_a_cpu_is_measured_within_the_working_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest copy that touches as much as a program does; a GPU's median copy of what no cache holds."""
+    timed: list[dict[str, Any]] = []
+
+    def measure(run: Any, rewind: Any, block: int, device: str, seconds: float, warm_up: float) -> dict[str, float]:
+        cells = {name: cell.cell_contents for name, cell in zip(run.__code__.co_freevars, run.__closure__, strict=True)}
+        assert torch.equal(cells["source"], torch.ones_like(cells["source"])), "pages of its own"
+        timed.append({"size": cells["source"].numel(), "block": block})
+        return {"median": 4.0, "least": 2.0}
+
+    monkeypatch.setattr(machine, "measure", measure)
+    for touched, size in ((2**20, 2**19), (2**10, machine.LEAST_COPY), (2**40, 2**22)):
+        assert machine.copy_bandwidth("cpu", 2**-8, working_set=touched) == 2 * size / 2e-3
+        assert timed[-1] == {"size": size, "block": machine.COPIED_AT_ONCE // size}
+    assert machine.copy_bandwidth("cpu", 2**-8) == 2 * 2**22 / 2e-3
 
 
 def test_every_gpu_profile_has_figures() -> None:

@@ -94,6 +94,18 @@ def test_stages_and_cycles_are_timed_without_changing_a_token(side: EngineSide, 
     assert all(program.replay is None and "clocked" not in program.direct.__name__ for program in side.llm.cycle.programs.values())
 
 
+def test_a_floor_that_is_beaten_gives_no_percentage(side: EngineSide, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a CPU is measured for each side: what another one touched says nothing about this one."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr("graphspec.lab.measure.stages.copy_bandwidth", lambda *_, **words: asked.append(words) or 1e3)
+    found = side.profile(1e15)
+    floors = {stage["name"]: stage["floor_ms"] for stage in found["stages"]}
+    assert found["bandwidth"] == 1e3 and asked[0]["working_set"] > 0.3 * floors["verify"]
+    assert found["floor_ms"] > found["cycle_ms"]["median"] and found["percent_of_floor"] is None
+    assert "faster than the floor" in found["not_measured"]["percent_of_floor"]
+    assert floors["verify"] > 0 and all(stage["percent_of_floor"] is None for stage in found["stages"])
+
+
 def test_a_trace_is_one_perfetto_loads(side: EngineSide) -> None:
     events = json.loads(json.dumps(side.trace()))
     spans = [event for event in events if event["ph"] == "X"]

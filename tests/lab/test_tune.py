@@ -218,7 +218,7 @@ def test_a_default_group_is_listed_without_overrides() -> None:
 
 def test_the_command_line_takes_an_experiment_file(tmp_path: Path) -> None:
     write_experiment(tmp_path / "mine.yml", EXPERIMENTS["adaptive"], [])
-    command = [sys.executable, "-m", "graphspec.cli", "generate", "--cfg", "job", "experiment=mine.yml"]
+    command = [sys.executable, "-m", "graphspec", "generate", "--cfg", "job", "experiment=mine.yml"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert "backlog: 64" in done.stdout

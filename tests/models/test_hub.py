@@ -208,7 +208,7 @@ def test_the_environment_names_the_cache(pair: Pair, tmp_path: Path) -> None:
     words = ["generate", f"model.path={MODEL}", "variant=none", "runtime=eager", "prompt=w1 w2", "sampling.max_tokens=3", "format=json"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "graphspec.cli", *words]
+    command = [sys.executable, "-m", "graphspec", *words]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert result.returncode == 0, result.stderr
     assert len(json.loads(result.stdout)["outputs"][0]["token_ids"]) == 3

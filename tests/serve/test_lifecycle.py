@@ -234,7 +234,7 @@ def test_the_command_serves_and_ends_at_a_signal(pair: Pair) -> None:
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        [sys.executable, "-m", "graphspec.cli", "serve", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+        [sys.executable, "-m", "graphspec", "serve", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         line = process.stdout.readline()

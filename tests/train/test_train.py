@@ -24,7 +24,7 @@ from graphspec.compose import load_config
 from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.engine.text import Tokenizer as CheckpointTokenizer
 from graphspec.errors import CheckpointError, ConfigError
-from graphspec.show.progress import progress_bars
+from graphspec.progress import progress_bars
 from graphspec.train import checkpoint, token_map
 from graphspec.train.drafter import load_target
 from graphspec.train.optim import Optimizers
@@ -216,7 +216,7 @@ def test_a_killed_process_goes_on_to_the_same_bits(tmp_path, texts):
     # It kills itself when the second checkpoint is half on the disk, which no handler hears of.
     code = f"""
 import os, signal, sys
-from graphspec.show.progress import progress_bars
+from graphspec.progress import progress_bars
 from graphspec.train import checkpoint, token_map
 whole, saved = checkpoint.torch.save, []
 def save(state, stream):

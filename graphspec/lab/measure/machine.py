@@ -11,6 +11,11 @@ import torch
 
 from ...buffers import DTYPES
 
+LEAST_COPY = 2**14
+"""Bytes of the smallest copy that is timed; a call takes longer than a smaller one."""
+COPIED_AT_ONCE = 2**24
+"""Bytes that are copied on a CPU between two readings of the clock."""
+
 
 def measure(
     run: Callable[[], Any], rewind: Callable[[], None], block: int, device: str, seconds: float, warm_up: float
@@ -26,7 +31,7 @@ def measure(
         warm_up: seconds before that, at least one block.
 
     Returns:
-        ``median``, ``p10``, ``p90`` in milliseconds, and the number of ``blocks``.
+        ``median``, ``least``, ``p10``, ``p90`` in milliseconds, and the number of ``blocks``.
     """
     on_gpu = device == "cuda"
 
@@ -55,22 +60,32 @@ def measure(
     while time.perf_counter() < end:
         times.append(once())
     times.sort()
-    return {"median": statistics.median(times), "p10": times[len(times) // 10], "p90": times[-1 - len(times) // 10], "blocks": len(times)}
+    ranks = {"least": times[0], "p10": times[len(times) // 10], "p90": times[-1 - len(times) // 10]}
+    return {"median": statistics.median(times), **ranks, "blocks": len(times)}
 
 
-def copy_bandwidth(device: str, gib: float | None = None, seconds: float = 0.5) -> float:
+def copy_bandwidth(device: str, gib: float | None = None, seconds: float = 0.5, *, working_set: float | None = None) -> float:
     """Bytes per second, read plus written, of a copy within the memory of ``device``; the bandwidth that floors use.
+
+    On a CPU it is that of the fastest copy: other programs only make one slower, and a floor is the least time.
 
     Args:
         device: ``cuda`` or ``cpu``.
-        gib: size of what is copied; None: 2 GiB, on a CPU 0.25 (more than its caches hold).
+        gib: size of what is copied; None: 2 GiB, on a CPU 0.25 (more than most caches hold).
         seconds: to measure.
+        working_set: bytes that a program touches again and again, which a CPU may hold in its caches: a copy there touches no more. A GPU's
+            is not measured by it.
     """
-    size = int((gib if gib is not None else 2.0 if device == "cuda" else 0.25) * 2**30)
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
-    found = measure(lambda: target.copy_(source), lambda: None, 5, device, seconds, 0.2)
-    return 2 * size / (found["median"] / 1e3)
+    on_gpu = device == "cuda"
+    size = int((gib if gib is not None else 2.0 if on_gpu else 0.25) * 2**30)
+    if working_set is not None and not on_gpu:
+        size = min(size, max(LEAST_COPY, int(working_set) // 2))
+    # Not zeros: memory that was never written can be one page for all.
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source).copy_(source)
+    block = 5 if on_gpu else max(1, COPIED_AT_ONCE // size)
+    found = measure(lambda: target.copy_(source), lambda: None, block, device, seconds, 0.2)
+    return 2 * size / (found["median" if on_gpu else "least"] / 1e3)
 
 
 def matmul_rate(device: str, dtype: str, size: int | None = None, seconds: float = 0.5) -> float:

@@ -58,6 +58,11 @@ class Line:
         return default if value is None else value
 
 
+def percent_of_floor(floor_ms: float, milliseconds: float) -> float | None:
+    """Share of the floor's speed that was reached; None where it was beaten, so that it is no floor, or there is no time."""
+    return 100 * floor_ms / milliseconds if milliseconds > 0 and floor_ms <= milliseconds else None
+
+
 @dataclass(slots=True)
 class SideRecord(Line):
     """One measured side of a case. ``label`` is its name, with what distinguishes it from others of that name."""
@@ -118,6 +123,22 @@ class SideRecord(Line):
     def speed(self) -> float | None:
         """Median tokens/s of all requests together; None in an open loop, where they follow from the load."""
         return None if self.open_loop else self.number("tokens_per_second", "median")
+
+    @property
+    def floor_ms(self) -> float | None:
+        """Milliseconds a cycle takes at least; None if that is not known, or if cycles are faster, so that it is no floor."""
+        return None if self.beats_floor else self.number("floor_ms")
+
+    @property
+    def percent_of_floor(self) -> float | None:
+        """Share of the floor's speed that cycles reach; as :attr:`floor_ms`."""
+        return None if self.beats_floor else self.number("percent_of_floor")
+
+    @property
+    def beats_floor(self) -> bool:
+        """Cycles are faster than their floor."""
+        floor, cycle = self.number("floor_ms"), self.number("cycle_ms", "median")
+        return floor is not None and cycle is not None and percent_of_floor(floor, cycle) is None
 
     def lower_end(self, key: str) -> float | None:
         """10th percentile over the rounds of ``key``; None with fewer than two rounds, which have no spread."""

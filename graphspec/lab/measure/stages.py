@@ -13,15 +13,17 @@ from ...errors import ResourceError
 from ...graphs.cycle import Cycle
 from ...graphs.programs import Key
 from ...graphs.stages.mailbox import Message
-from ...plan import Plan
+from ...models.stack import uses_packed_weights
 from ...shapes import GraphKey
 from ..floor import FloorModel, Hardware
 from .machine import copy_bandwidth
 from .metrics import quantiles
 from .recorder import Recorder, StageTimer, stage_timer
+from .results import percent_of_floor
 
 ON_CPU = "needs a GPU: a CPU has no graph nodes"
 NOT_CAPTURED = "the cycle is not captured, so there is no graph"
+BEATEN = "cycles are faster than the floor: what they read was nearer than the memory that the bandwidth was measured in"
 NO_CYCLES = "no two cycles ran one after the other"
 PROFILED_REPLAYS = 5
 
@@ -40,23 +42,30 @@ def profile_cycles(
         context: committed tokens of a row for the floor: the mean over the workload.
         token_map: ``variant.token_map``.
         stages: time stages too, for which compiled ones are compiled one by one.
-        bandwidth: bytes per second of this machine, measured in the same run; None: measure it.
+        bandwidth: bytes per second of this GPU, measured in the same run; None: measure it. A CPU is always measured, by what these
+            cycles touch.
     """
     plan, cycle = llm.plan, llm.cycle
     free = Recorder(cycle)
     run(free)
     key = free.most_common()
     not_measured: dict[str, str] = {}
-    bandwidth = bandwidth or copy_bandwidth(plan.device, seconds=0.2)
+    model = FloorModel.of(plan.target, plan.draft, plan.dtype, plan.variant, token_map, packed=uses_packed_weights(plan))
+    if bandwidth is None or plan.device == "cpu":
+        touched = model.working_set(key.shape, key.bucket, context) if isinstance(key, GraphKey) else None
+        bandwidth = copy_bandwidth(plan.device, seconds=0.2, working_set=touched)
     found: dict[str, Any] = {"cycle_ms": None, "host_us": None, "gap_ms": None, "nodes": None, "stages": [], "bandwidth": bandwidth}
     times = free.cycle_times(key)
     if key is None or not times:
         return found | {"not_measured": dict.fromkeys(("cycle_ms", "host_us", "stages", "nodes", "gap_ms"), NO_CYCLES)}
     assert isinstance(key, GraphKey)
     found["cycle_ms"] = quantiles([1e3 * whole for whole, _ in times])
-    floors = _floors(plan, key, context, token_map, Hardware(bandwidth))
+    costs, hardware = model.stages(key.shape, key.bucket, context), Hardware(bandwidth)
+    floors = {cost.name: (cost.bytes, cost.floor_ms(hardware)) for cost in costs}
     found["floor_ms"] = sum(milliseconds for _, milliseconds in floors.values())
-    found["percent_of_floor"] = 100 * found["floor_ms"] / found["cycle_ms"]["median"]
+    found["percent_of_floor"] = percent_of_floor(found["floor_ms"], found["cycle_ms"]["median"])
+    if found["percent_of_floor"] is None:
+        not_measured["percent_of_floor"] = BEATEN
     timers: dict[Key, StageTimer] = {key: stage_timer(cycle, key)} if stages else {}
     if stages:
         timed = Recorder(cycle, wait=True, timers=timers)
@@ -81,15 +90,9 @@ def profile_cycles(
     return found | {"not_measured": not_measured}
 
 
-def _floors(plan: Plan, key: GraphKey, context: int, token_map: str | None, hardware: Hardware) -> dict[str, tuple[float, float]]:
-    """Bytes, and floor in milliseconds, of the stages with weights."""
-    model = FloorModel.of(plan.target, plan.draft, plan.dtype, plan.variant, token_map)
-    return {cost.name: (cost.bytes, cost.floor_ms(hardware)) for cost in model.stages(key.shape, key.bucket, context)}
-
-
 def _stage_row(name: str, milliseconds: float, floor: tuple[float, float] | None) -> dict[str, Any]:
     size, least = floor if floor is not None else (None, None)
-    share = 100 * least / milliseconds if least is not None and milliseconds > 0 else None
+    share = percent_of_floor(least, milliseconds) if least is not None else None
     return {"name": name, "ms": milliseconds, "bytes": size, "floor_ms": least, "percent_of_floor": share}
 
 

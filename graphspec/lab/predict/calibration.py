@@ -171,7 +171,9 @@ def measure(config: Config, variant: Variant, model: FloorModel, say: Say) -> Pa
         if place == len(cells):
             say("measuring passes")
             curves = time_passes(llm)
-    return PassTimes.fit(model, curves, cycles, copy_bandwidth("cpu", seconds=0.2), "measured now")
+    last = cycles[-1]
+    touched = model.working_set(last.shape, last.batch, last.context)
+    return PassTimes.fit(model, curves, cycles, copy_bandwidth("cpu", seconds=0.2, working_set=touched), "measured now")
 
 
 def timed_shapes(variant: Variant, model: FloorModel) -> list[tuple[CycleShape, list[int]]]:

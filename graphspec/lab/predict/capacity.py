@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...config import Config, ModelConfig
 from ...graphs.memory import GIB, MemoryPlan, fit_memory, parameter_bytes
+from ...kernels import resolve
 from ...models.stack import uses_packed_weights
 from ...plan import Plan, make_plan
+from ...runtime import resolve_runtime
 from ..floor import FloorModel, has_tensors, kv_bytes_per_token
 
 if TYPE_CHECKING:
@@ -191,6 +193,12 @@ def _network_sizes(config: LaunchConfig, pair: ModelPair, model: FloorModel, pla
         )
         return target, draft
     return model.target_weights.size, model.draft_own.size if model.draft_own is not None else 0
+
+
+def packs_weights(config: Config, device: str, dtype: str) -> bool:
+    """Whether linear layers of the engine would hold their weights packed."""
+    mode = config.kernels.mode if config.kernels.mode != "auto" else resolve_runtime(config.runtime.name, device).kernels
+    return device == "cpu" and resolve("kernels.linear", config.kernels.linear, mode, device, dtype) == "native"
 
 
 def engine_plan(

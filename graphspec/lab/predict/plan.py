@@ -35,7 +35,7 @@ from .advice import (
     rank_lengths,
     rank_shapes,
 )
-from .capacity import Capacity, capacity
+from .capacity import Capacity, capacity, packs_weights
 from .from_results import Measured, acceptance_of, calibrate, predictions, read_measured, timed
 from .latency import DEVICES, CycleEstimate, estimate_cycle
 from .launches import planned_steps
@@ -222,7 +222,8 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
     if context > longest:
         raise ConfigError("plan.context", f"at most the checkpoint's {longest}", context)
     draft, chosen = draft_of_rank(config, pair.target, pair, variant, device=device, dtype=dtype)
-    model = FloorModel.of(pair.target, draft, dtype, variant, config.variant.token_map, pair.from_config)
+    packed = packs_weights(config, device, dtype)
+    model = FloorModel.of(pair.target, draft, dtype, variant, config.variant.token_map, pair.from_config, packed=packed)
     measured = read_measured(options.measured, variant, config.sampling.stated_temperature) if options.measured is not None else None
     here = measured.on(config.hardware.name, device) if measured is not None else None
     notes = list(pair.notes)
@@ -234,7 +235,7 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
     if isinstance(passes, str):
         notes.append(f"passes were not timed: {passes}")
         passes = None
-    hardware = resolve_hardware(config, device, dtype, here, passes)
+    hardware = resolve_hardware(config, device, dtype, here, passes, working_set=model.working_set(PLAIN, 1, context))
     acceptance = resolve_acceptance(config, variant, measured)
     efficiency: Timing = passes or (calibrate(model, here, timed(here), hardware) if here is not None else None) or Efficiency()
     checked = predictions(model, here, hardware, Efficiency(), passes) if here is not None else []
@@ -353,8 +354,17 @@ def device_and_dtype(config: LaunchConfig, pair: ModelPair) -> tuple[str, str]:
     return device, dtype if dtype != "auto" else "float32" if device == "cpu" else pair.target.dtype
 
 
-def resolve_hardware(config: LaunchConfig, device: str, dtype: str, here: Measured | None, passes: PassTimes | None = None) -> Hardware:
+def resolve_hardware(
+    config: LaunchConfig, device: str, dtype: str, here: Measured | None, passes: PassTimes | None = None, *, working_set: float
+) -> Hardware:
     """Figures of the hardware: measured now, else measured with the sides of a file, else those of the ``hardware`` group.
+
+    Args:
+        config: as composed.
+        device, dtype: of the engine.
+        here: sides that ran on it.
+        passes: measured on it.
+        working_set: bytes that a cycle touches, which a CPU's caches may hold.
 
     Raises:
         ConfigError: there are none; the message says what can be set.
@@ -374,7 +384,9 @@ def resolve_hardware(config: LaunchConfig, device: str, dtype: str, here: Measur
             raise ConfigError("plan.measure", "false, or a machine with this device (torch sees no CUDA device)", "true")
         if given.threads is not None:
             torch.set_num_threads(given.threads)
-        return Hardware(copy_bandwidth(device), matmul_rate(device, dtype), memory, given.name, "measured on this machine")
+        return Hardware(
+            copy_bandwidth(device, working_set=working_set), matmul_rate(device, dtype), memory, given.name, "measured on this machine"
+        )
     if here is not None and here.bandwidth is not None:
         return Hardware(here.bandwidth, flops, memory, given.name, f"bandwidth measured, {here.file}")
     if given.bandwidth_gbs is None:

@@ -16,6 +16,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from ..measure.results import SideRecord
+from .numbers import plural
 from .tables import Table
 
 SUBJECT_COLOURS = ("var(--accent)", "var(--c2)", "var(--c3)", "var(--c4)", "var(--c5)", "var(--c6)")
@@ -102,6 +103,15 @@ def named(side: SideRecord, more: str = "") -> str:
 def shown_note(shown: int, all_: int, which: str = "first") -> str:
     """A sentence with the number of drawn items; empty where all are drawn."""
     return f" Drawn are the {which} {shown} of {all_}." if shown < all_ else ""
+
+
+def floor_note(sides: Sequence[SideRecord]) -> str:
+    """Says of how many sides the floor is left out; empty: of none."""
+    beaten = sum(side.beats_floor for side in sides)
+    if not beaten:
+        return ""
+    whose = f"{beaten} of {plural(len(sides), 'side')}"
+    return f" The floor of {whose} is left out: cycles were faster, since what they read was nearer than the memory it is priced by."
 
 
 def floor_mark(x: Sequence[float | None], rows: Sequence[float], hover: str) -> go.Scatter:

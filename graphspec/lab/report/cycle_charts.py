@@ -9,7 +9,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from ..measure.results import Results, SideRecord, unique
+from ..measure.results import Results, SideRecord, percent_of_floor, unique
 from .charts import (
     MOST_LINES,
     MOST_SIDES,
@@ -19,6 +19,7 @@ from .charts import (
     drawing,
     end_labels,
     floor_mark,
+    floor_note,
     label_margin,
     log_ticks,
     named,
@@ -119,7 +120,7 @@ def stages(results: Results, palette: Palette) -> Chart:
             customdata=floor_texts, showlegend=True,
             hovertemplate=f"{plotly_text(name)}: <b>%{{x:.3g}} ms</b>%{{customdata[0]}}<extra></extra>",
         ))  # fmt: skip
-    floors = [(len(shown) - 1 - row, side.number("floor_ms")) for row, side in enumerate(shown)]
+    floors = [(len(shown) - 1 - row, side.floor_ms) for row, side in enumerate(shown)]
     marked = [(row, floor) for row, floor in floors if floor]
     if marked:
         x, y = [floor for _, floor in marked], [row for row, _ in marked]
@@ -139,18 +140,19 @@ def stages(results: Results, palette: Palette) -> Chart:
     )
     rows = [
         [titled(side, several_batches=True), str(stage["name"]), spell(stage.get("ms")), spell(stage.get("floor_ms")),
-         spell(stage.get("percent_of_floor")), _size(stage.get("bytes"))]
+         spell(_stage_percent(stage)), _size(stage.get("bytes"))]
         for side in shown for stage in side.record["stages"]
     ]  # fmt: skip
     lede = "Each stage timed in a run of its own; the run without timers decides the speed."
     lede += " The triangle is the cycle's floor: its bytes at the bandwidth measured in the same run." if marked else ""
+    lede += floor_note(shown)
     lede += shown_note(len(shown), len(sides))
     numbers = Table(["side", "stage", "ms", "floor, ms", "% of floor", "bytes moved"], rows)
     return Chart("stages", title, lede, drawn, numbers)
 
 
 def _share(side: SideRecord) -> str:
-    percent = side.number("percent_of_floor")
+    percent = side.percent_of_floor
     return f", {percent:.0f} % of floor" if percent is not None else ""
 
 
@@ -169,8 +171,14 @@ def _size(size: float | None) -> str:
     return spell(size, "B") if size is not None else DASH
 
 
+def _stage_percent(stage: dict[str, Any]) -> float | None:
+    """None for a stage that is faster than its floor, which is none then."""
+    floor, spent = stage.get("floor_ms"), stage.get("ms")
+    return percent_of_floor(floor, spent) if floor is not None and spent is not None else None
+
+
 def _floor_text(stage: dict[str, Any]) -> str:
-    floor, percent = stage.get("floor_ms"), stage.get("percent_of_floor")
+    floor, percent = stage.get("floor_ms"), _stage_percent(stage)
     parts = [f"floor {spell(floor)} ms" if floor is not None else "", f"{spell(percent)} %" if percent is not None else "",
              f"{_size(stage['bytes'])} moved" if stage.get("bytes") else ""]  # fmt: skip
     text = ", ".join(part for part in parts if part)

@@ -225,7 +225,7 @@ def _headline(results: Results) -> Headline | None:
         (spell(low or middle) + TIMES, gain) if middle else None,
         (spell(side.speed), f"tokens/s at batch {side.batch}{rounds}"),
         (spell(side.number("acceptance_length")), "tokens per cycle") if side.number("acceptance_length") else None,
-        (f"{side.number('percent_of_floor'):.0f} %", "of the floor's speed") if side.number("percent_of_floor") else None,
+        (f"{side.percent_of_floor:.0f} %", "of the floor's speed") if side.percent_of_floor else None,
         (spell(side.number("tpot_ms", "p50")) + " ms", "per output token, p50") if side.number("tpot_ms", "p50") else None,
     ]
     many = sum(other.subject for other in results.sides) > 1

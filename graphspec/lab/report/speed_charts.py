@@ -21,6 +21,7 @@ from .charts import (
     drawing,
     end_labels,
     floor_mark,
+    floor_note,
     label_margin,
     log_ticks,
     named,
@@ -38,8 +39,8 @@ LOG_FROM = 8.0
 
 
 def floor_of(side: SideRecord) -> float | None:
-    """Tokens/s if every cycle took exactly its floor: acceptance length * batch / floor; None if one of these is unknown."""
-    floor, length = side.number("floor_ms"), side.number("acceptance_length")
+    """Tokens/s if every cycle took exactly its floor: acceptance length * batch / floor; None if one of these is unknown, or beaten."""
+    floor, length = side.floor_ms, side.number("acceptance_length")
     return length * side.batch * 1e3 / floor if floor and length else None
 
 
@@ -80,6 +81,7 @@ def throughput(results: Results, palette: Palette) -> Chart:
     shown = subjects + [label for label in long or lines if label not in subjects][: MOST_LINES - len(subjects) // 2]
     lede = "All requests together, by requests at once. Dots are medians over rounds, thin bars p10 to p90."
     lede += " Dashed: the floor, if every cycle took only the time its bytes need." if any(floor_of(side) for side in sides) else ""
+    lede += floor_note(sides)
     lede += f" Drawn are {len(shown)} of {len(lines)} sides; the numbers below have all." if len(lines) > len(shown) else ""
     return Chart("throughput", title, lede, _throughput_lines([s for s in sides if s.label in shown], palette), numbers)
 
@@ -149,6 +151,7 @@ def _throughput_bars(title: str, sides: list[SideRecord], palette: Palette, numb
     most = max([*speeds, *(floor for floor in floors if floor)])
     lede = f"All requests together, {batch}; median over rounds."
     lede += " The triangle is the floor, if every cycle took only the time its bytes need." if any(floors) else ""
+    lede += floor_note(shown)
     lede += shown_note(len(shown), len(ranked), "fastest")
     x_axis = {"range": [0, most * 1.13], "title_text": "tokens/s", "tickformat": ",.0f", "nticks": 6}
     labels = row_labels([titled(side, several_batches=False) for side in shown])

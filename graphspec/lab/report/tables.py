@@ -77,7 +77,7 @@ def sides(results: Results) -> Table:
         rows.append([
             side.label, str(side.batch), str(side.rounds or DASH), *(spell(side.number(key, "median")) for key in SPEEDS[:2]), ratio_text,
             *(spell(side.number(key)) for key in keys), spell(side.number("cycle_ms", "median")),
-            spell(side.number("percent_of_floor")),
+            spell(side.percent_of_floor),
             *(str(side.get(key, DASH)) for key in ("runtime", "dtype", "temperature")), f"{equal}: {side.get('equality', DASH)}",
         ])  # fmt: skip
     return Table(headings, rows, "Every side that was measured", sides=results.sides)

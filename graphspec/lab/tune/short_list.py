@@ -15,6 +15,7 @@ from ...plan import make_plan, resolve_shape
 from ...shapes import MAX_WINDOW, PLAIN, CycleShape
 from ..floor import FloorModel
 from ..predict.advice import Efficiency, candidate_shapes, rank_shapes
+from ..predict.capacity import packs_weights
 from ..predict.from_results import calibrate, of_rows, read_measured, timed
 from ..predict.model_pair import ModelPair, read_model_pair
 from ..predict.plan import configured_shape, deepest, device_and_dtype, most_steps, resolve_acceptance, resolve_hardware
@@ -125,9 +126,10 @@ def short_list(config: LaunchConfig, batches: Sequence[int], trial: Sequence[Map
     variant, pair, given = candidates.variant, candidates.pair, candidates.given
     device, dtype = device_and_dtype(config, pair)
     measuring = replace(config, plan=replace(config.plan, measure=config.hardware.bandwidth_gbs is None))
-    hardware = resolve_hardware(measuring, device, dtype, None)
-    model = FloorModel.of(pair.target, pair.draft, dtype, variant, config.variant.token_map, pair.from_config)
+    packed = packs_weights(config, device, dtype)
+    model = FloorModel.of(pair.target, pair.draft, dtype, variant, config.variant.token_map, pair.from_config, packed=packed)
     context = (config.workload.input_tokens or 0) + config.workload.output_tokens // 2
+    hardware = resolve_hardware(measuring, device, dtype, None, working_set=model.working_set(PLAIN, batches[0], context))
 
     measured = here = of_rows(trial, variant, "a trial") if trial else None
     if config.plan.measured is not None:

@@ -1,0 +1,7 @@
+"""``python -m graphspec``, the same as the console script."""
+
+from __future__ import annotations
+
+from .cli import main
+
+main()
