@@ -1,11 +1,13 @@
 """The launches of a compiled CUDA program, counted on a machine without a GPU.
 
 Fake ``cuda`` tensors go through Dynamo, AOTAutograd and Inductor up to the text of the wrapper, which names every kernel it would launch;
-nothing is compiled for a device, and nothing runs. An operator of ours counts as one launch: each is written as one, or says otherwise.
+nothing runs. An operator of ours counts as one launch: each is written as one, or says otherwise. :func:`compile_kernels` goes on to what
+Triton makes of the kernels in that text.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import re
 import sys
@@ -193,3 +195,28 @@ def launches_of(program: Callable[[], None]) -> Launches:
             if not texts:
                 raise
     return _read(texts[-1])
+
+
+def compile_kernels(found: Launches) -> list[str]:
+    """Compile every Triton kernel in a program's text for the pretended GPU, in the first of the configurations that Inductor would try.
+
+    Returns:
+        Their names.
+
+    Raises:
+        Exception: what Triton or ptxas says of the first that does not compile.
+    """
+    from torch._inductor.codecache import PyCodeCache
+
+    calls = [node for node in ast.walk(ast.parse(found.code)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    texts = {
+        call.args[0].value: call.args[1].value
+        for call in calls
+        if call.func.attr == "triton" and len(call.args) == 2 and all(isinstance(argument, ast.Constant) for argument in call.args)
+    }
+    with mock.patch("torch._inductor.runtime.triton_helpers.set_driver_to_gpu", _always(None)):
+        for name, text in texts.items():
+            kernel = getattr(PyCodeCache.load(text), name)
+            kernel.configs = kernel.configs[:1]
+            kernel.precompile(warm_cache_only=True)
+    return sorted(texts)
