@@ -105,16 +105,18 @@ class LLM:
         self.plan, self.memory = fit_memory(planned, self.config)
         if self.ranks is not None:
             # Another rank may have less memory.
-            chunks = self.ranks.agree(self.plan.prefill_chunks)
-            self.plan = self.plan if chunks == self.plan.prefill_chunks else replace(self.plan, prefill_chunks=chunks)
+            chunks, pages = self.ranks.agree(self.plan.prefill_chunks, self.plan.num_pages)
+            self.plan = replace(self.plan, prefill_chunks=chunks, num_pages=pages)
         self.memory.check()
-        if self.plan is not planned:
+        if self.plan.prefill_chunks != planned.prefill_chunks:
             logger.warning(
                 "memory is short: prompts are read in chunks of up to %d tokens, not %d (lower runtime.num_pages, or set "
                 "runtime.prefill_chunks)", self.plan.prefill_chunks[-1], planned.prefill_chunks[-1],
             )  # fmt: skip
         logger.info("runtime: %s", self.plan.runtime)
         logger.info("memory: %s", self.memory.text())
+        tokens, rows = (self.plan.num_pages - 1) * self.plan.page_size, (self.plan.num_pages - 1) / self.plan.table_width
+        logger.info("KV pools: %d tokens, shared by %d rows; %.1f rows of %d", tokens, self.plan.max_rows, rows, self.plan.max_context)
         self.cycle = self._load()
         self._close_ranks = self.ranks.lead_or_follow(self.cycle) if self.ranks is not None else None
         self.metrics: Metrics | None = None

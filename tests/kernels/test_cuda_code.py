@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from graphspec.config import RuntimeConfig
+from tests.support.codegen import Launches, compile_kernels
 from tests.support.programs import class_of, generate, gpu_plan, programs
 from tests.support.tiny import HYBRIDS, STRUCTURES
 
@@ -47,6 +48,13 @@ def test_every_program_has_code_that_compiles(structure: str, spelled: str, kind
 def test_a_cycle_of_one_lane_has_code(structure: str) -> None:
     """Where sizes of 1 are left out of every index."""
     assert all(len(found) for found in generate(structure, "everything", "cycle", lanes=1))
+
+
+@pytest.mark.full
+def test_a_kernel_that_does_not_compile_is_noticed() -> None:
+    code = "async_compile.triton('kernel', '''raise SyntaxError('no kernel')''', device_str='cuda')"
+    with pytest.raises(AssertionError, match="no kernel"):
+        compile_kernels(Launches((), code))
 
 
 def test_the_classes_are_those_of_an_engine() -> None:
