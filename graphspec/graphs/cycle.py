@@ -241,14 +241,16 @@ class Cycle:
             for stage in stages:
                 stage(views)
 
-        self._tuner(run)
+        with nullcontext() if self.kernels.scope is None else self.kernels.scope():
+            self._tuner(run)
 
     def _build(self, key: Key) -> None:
         started = time.perf_counter()
         prefills = isinstance(key, PrefillKey)
         compiled = self.plan.compiles and not (prefills and self._capturer is None)
         threads, counted = self._loop_threads, self.compilations
-        program = Program(self.stages(key), self.views(key), compiled=compiled, threads=threads, prefills=prefills, compilations=counted)
+        stages, views, scope = self.stages(key), self.views(key), self.kernels.scope
+        program = Program(stages, views, compiled=compiled, threads=threads, prefills=prefills, compilations=counted, scope=scope)
         program.direct()
         self._wait()
         self.programs[key] = program
