@@ -204,7 +204,7 @@ class RuntimeConfig:
     page_size: int = 16
     """Tokens per KV page."""
     num_pages: int | None = None
-    """KV pages in each pool, without the dummy page; null: enough for max_rows full contexts."""
+    """KV pages in each pool, without the dummy page; null: what fits, at most max_rows full contexts; rows share them."""
     prefill_chunks: list[int] | None = None
     """Chunk sizes a prompt is cut into, ascending; null: 16, 64, 256, on a GPU 1024 and 2048 too, up to the context and the memory."""
     prefill_lanes: int = 4

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from platformdirs import user_cache_path
-
 from .errors import ResourceError
 
 COMPILERS = ("c++", "g++")
@@ -31,18 +29,16 @@ ELSEWHERE = "set XDG_CACHE_HOME to a folder of your own"
 
 
 def cache_folder() -> Path:
-    """Where the system keeps caches of this user: on Linux ``$XDG_CACHE_HOME/graphspec``, or ``~/.cache/graphspec``.
+    """Where this user's caches are kept: ``$XDG_CACHE_HOME/graphspec``, or ``~/.cache/graphspec``.
 
     Raises:
         ResourceError: neither home nor an absolute cache folder is known.
     """
-    try:
-        folder = user_cache_path("graphspec", appauthor=False)
-    except RuntimeError:
-        folder = Path("~")
+    # By hand: the one rule needs no package, and an engine has to start on machines that have torch and little else.
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111 - Path's raises without a home
     if not folder.is_absolute():
         raise ResourceError("cache folder", "XDG_CACHE_HOME or HOME to say where, as an absolute path", folder, ELSEWHERE)
-    return folder
+    return folder / "graphspec"
 
 
 def compiler_on_path() -> str | None:

@@ -27,7 +27,7 @@ from .shapes import (
     prefill_budget,
     prefill_chunks,
     prepared_classes,
-)
+)  # fmt: skip
 from .static_tree import StaticTree
 
 if TYPE_CHECKING:
@@ -95,7 +95,6 @@ class Plan:
     max_logit_bias: int
     max_logprobs: int
     sampling_defaults: SamplingDefaults
-    """What a request is sampled with where it says nothing."""
     sampling_classes: tuple[SamplingClass, ...]
     """Whose programs are made at load where they are captured."""
     max_bad_words: int
@@ -376,8 +375,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         ConfigError: a value out of range for this model, or values that contradict each other.
     """
     variant, runtime = resolve_variant(config.variant.name), config.runtime
-    limits = (draft.num_heads, draft.max_steps) if draft else (1, None)
-    shape = resolve_shape(variant, config.variant, target.family, *limits)
+    shape = resolve_shape(variant, config.variant, target.family, *((draft.num_heads, draft.max_steps) if draft else (1, None)))
     max_context = config.model.max_context or target.max_position_embeddings
     if max_context > target.longest_context:
         raise ConfigError("model.max_context", f"at most the checkpoint's {target.longest_context}", max_context)

@@ -24,6 +24,7 @@ from typing import Any
 from graphspec.lab.measure.provenance import ROOT, provenance, result_file, write_jsonl
 from perf.gpu import checks, probes
 from perf.gpu.budget import CALLS, MINUTES, SHORTEST, Part, all_parts, allowed, needed
+from perf.gpu.install import install
 from perf.gpu.processes import run_command
 from perf.gpu.results import append, gather, read, tree_digest
 
@@ -256,6 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.minutes < needed(parts):
         parser.error(f"--minutes: expected at least {needed(parts):.1f} for these parts, found {options.minutes:g}; --only runs fewer")
     options.out = options.out.resolve()
+    install()
     if not has_cuda():
         print(NO_DEVICE)
         return 0

@@ -34,7 +34,7 @@ from . import ranks
 from .arguments import check_cycles, check_launcher, check_progress, check_warm_up, engine_config
 from .calls import Exclusive
 from .depth import AdaptiveDepth, DeepestCycles, DepthPolicy
-from .device import resolve_device
+from .device import prepare_device
 from .ends import find_ends
 from .engine import Engine
 from .events import Stream
@@ -117,16 +117,18 @@ class LLM:
         self.plan, self.memory = fit_memory(planned, self.config)
         if self.ranks is not None:
             # Another rank may have less memory.
-            chunks = self.ranks.agree(self.plan.prefill_chunks)
-            self.plan = self.plan if chunks == self.plan.prefill_chunks else replace(self.plan, prefill_chunks=chunks)
+            chunks, pages = self.ranks.agree(self.plan.prefill_chunks, self.plan.num_pages)
+            self.plan = replace(self.plan, prefill_chunks=chunks, num_pages=pages)
         self.memory.check()
-        if self.plan is not planned:
+        if self.plan.prefill_chunks != planned.prefill_chunks:
             logger.warning(
                 "memory is short: prompts are read in chunks of up to %d tokens, not %d (lower runtime.num_pages, or set "
                 "runtime.prefill_chunks)", self.plan.prefill_chunks[-1], planned.prefill_chunks[-1],
             )  # fmt: skip
         logger.info("runtime: %s", self.plan.runtime)
         logger.info("memory: %s", self.memory.text())
+        tokens, rows = (self.plan.num_pages - 1) * self.plan.page_size, (self.plan.num_pages - 1) / self.plan.table_width
+        logger.info("KV pools: %d tokens, shared by %d rows; %.1f rows of %d", tokens, self.plan.max_rows, rows, self.plan.max_context)
         with closing(self._new_display()) as display:
             self.cycle = self._load(display)
         self._close_ranks = self.ranks.lead_or_follow(self.cycle) if self.ranks is not None else None
@@ -147,17 +149,7 @@ class LLM:
         return cls(config=config, progress=progress)
 
     def _plan(self, rank: int = 0) -> Plan:
-        hardware = self.config.hardware
-        device = resolve_device(hardware.device)
-        if device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("hardware.device", "cpu or auto (torch sees no CUDA device)", "cuda")
-        if hardware.threads is not None:
-            torch.set_num_threads(hardware.threads)
-        elif device == "cpu" and self.config.runtime.tensor_parallel > 1:
-            torch.set_num_threads(max(1, torch.get_num_threads() // self.config.runtime.tensor_parallel))
-        if device == "cpu":
-            # Denormals make CPU kernels many times slower and carry no information here.
-            torch.set_flush_denormal(True)
+        device = prepare_device(self.config.hardware, self.config.runtime.tensor_parallel)
         variant = resolve_variant(self.config.variant.name)
         target = read_model_facts(self.folder)
         self.ends = find_ends(target, (lambda: self.tokenizer) if self._has_tokenizer else None)

@@ -89,11 +89,11 @@ class Ranks:
         assert dist.group.WORLD is not None, "a group that was joined"
         return make_comm(dist.group.WORLD, device)
 
-    def agree(self, values: tuple[int, ...]) -> tuple[int, ...]:
-        """The shortest of the ranks' tuples, the same on every rank."""
+    def agree(self, chunks: tuple[int, ...], pages: int) -> tuple[tuple[int, ...], int]:
+        """The shortest of the ranks' tuples and the smallest of their numbers, the same on every rank."""
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, values)
-        return min(found, key=len)
+        dist.all_gather_object(found, (chunks, pages))
+        return min((one for one, _ in found), key=len), min(number for _, number in found)
 
     def channel(self, words: int) -> Channel:
         return Channel(words, self.failure_reason)

@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
@@ -242,14 +241,16 @@ class Cycle:
             for stage in stages:
                 stage(views)
 
-        self._tuner(run)
+        with nullcontext() if self.kernels.scope is None else self.kernels.scope():
+            self._tuner(run)
 
     def _build(self, key: Key) -> None:
         started = time.perf_counter()
         prefills = isinstance(key, PrefillKey)
         compiled = self.plan.compiles and not (prefills and self._capturer is None)
         threads, counted = self._loop_threads, self.compilations
-        program = Program(self.stages(key), self.views(key), compiled=compiled, threads=threads, prefills=prefills, compilations=counted)
+        stages, views, scope = self.stages(key), self.views(key), self.kernels.scope
+        program = Program(stages, views, compiled=compiled, threads=threads, prefills=prefills, compilations=counted, scope=scope)
         program.direct()
         self._wait()
         self.programs[key] = program
@@ -461,7 +462,7 @@ class Cycle:
                 if slot.group in groups and slot.dims[0] == "R":
                     self.arena[slot.name][row].fill_(slot.fill)
 
-    def write_row(self, row: int, values: Mapping[str, np.ndarray[tuple[int, ...], np.dtype[Any]]]) -> None:
+    def write_row(self, row: int, values: Mapping[str, np.ndarray[tuple[int, ...], np.dtype[np.integer]]]) -> None:
         """Write slots of a row that no message has room for. Ordered like a launch, as :meth:`clear_row` is.
 
         Args:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 import torch
@@ -62,6 +63,7 @@ class MemoryPlan:
         page_size: tokens of one page.
         num_pages: pages of each pool, the dummy page included.
         least_pages: fewest with which a request can run at all, the dummy page included.
+        context: tokens that one row may have, and the most that would fit, where not one such row does; None: it fits, or pages are given.
     """
 
     lines: tuple[MemoryLine, ...]
@@ -71,6 +73,7 @@ class MemoryPlan:
     page_size: int
     num_pages: int
     least_pages: int
+    context: tuple[int, int] | None = None
 
     @property
     def budget(self) -> int:
@@ -95,7 +98,10 @@ class MemoryPlan:
         """
         if self.total <= self.budget:
             return
-        if self.largest_num_pages >= self.least_pages - 1:
+        if self.context is not None and self.context[1] > 1:
+            planned, longest = self.context
+            raise ConfigError("model.max_context", f"at most {longest}, for the KV of one such row to fit", planned, self.text())
+        if self.context is None and self.largest_num_pages >= self.least_pages - 1:
             raise ConfigError("runtime.num_pages", f"at most {self.largest_num_pages}", self.num_pages - 1, self.text())
         keys = dict.fromkeys(key for line in self.lines for key in line.keys if key != "runtime.num_pages")
         needed = spell_bytes(self.total - (self.num_pages - self.least_pages) * self.page_bytes)
@@ -170,9 +176,11 @@ def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = No
 
 
 def fit_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = None) -> tuple[Plan, MemoryPlan]:
-    """``plan``, without its largest prefill chunks if memory is short and their sizes are not configured, and its memory plan.
+    """``plan``, made smaller where memory is short and the configuration leaves that open, and its memory plan.
 
-    Chunks of up to :data:`SMALLEST_CHUNK` tokens stay. If even they don't fit, ``plan`` is returned unchanged.
+    Without ``runtime.num_pages`` the pools get the pages that fit, at least those of one row of ``max_context`` tokens; rows share them.
+    If those don't fit, or the number is given, the largest prefill chunks go, unless they are given too; chunks of up to
+    :data:`SMALLEST_CHUNK` tokens stay. If even that is not enough, ``plan`` is returned unchanged.
 
     Args:
         plan, config, weights: as for :func:`plan_memory`.
@@ -180,15 +188,38 @@ def fit_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = Non
     Raises:
         CheckpointError: a checkpoint that does not fit its config.
     """
+    shrinks = config.runtime.num_pages is None
+    least = plan.table_width + 1 if shrinks else plan.num_pages
     whole = memory = plan_memory(plan, config, weights)
     fitting = plan
-    while memory.total > memory.budget:
+    while memory.largest_num_pages + 1 < least:
         chunks = fitting.prefill_chunks[:-1]
         if config.runtime.prefill_chunks is not None or fitting.prefill_chunks[-1] <= SMALLEST_CHUNK:
-            return plan, whole
+            return plan, replace(whole, context=_contexts(fitting, config, weights)) if shrinks else whole
         fitting = replace(fitting, prefill_chunks=chunks)
         memory = plan_memory(fitting, config, weights)
-    return fitting, memory
+    if memory.total <= memory.budget:
+        return fitting, memory
+    fitting = replace(fitting, num_pages=memory.largest_num_pages + 1)
+    return fitting, plan_memory(fitting, config, weights)
+
+
+def _contexts(plan: Plan, config: Config, weights: tuple[int, int] | None) -> tuple[int, int]:
+    """``max_context``, and the largest for which a pool of one row fits; 0: none does."""
+    ahead = plan.tokens_in_flight
+
+    def fits(width: int) -> bool:
+        slots = width * plan.page_size
+        short = replace(plan, max_context=slots - ahead, table_width=width, max_positions=slots, num_pages=width + 1)
+        found = plan_memory(short, config, (networks + _tables(short), 0))
+        return found.total <= found.budget
+
+    # Networks have the same size but for their tables, which are not made here for every length that is tried.
+    small = replace(plan, max_positions=plan.page_size)
+    networks = sum(parameter_bytes(small, config.variant.token_map)) - _tables(small) if weights is None else sum(weights) - _tables(plan)
+    widths = range(plan.pages_for(1 + ahead), plan.table_width)
+    count = bisect_left(widths, True, key=lambda width: not fits(width))
+    return plan.max_context, widths[count - 1] * plan.page_size - ahead if count else 0
 
 
 def _tables(plan: Plan) -> int:

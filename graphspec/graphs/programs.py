@@ -10,7 +10,7 @@ from itertools import groupby
 
 from ..buffers import Views
 from ..catalog import load_object
-from ..kernels.registry import KernelSet
+from ..kernels.registry import KernelSet, Scope
 from ..kernels.threads import torch_loops
 from ..plan import Plan
 from ..shapes import GraphKey, SamplingClass
@@ -126,6 +126,11 @@ def _in_order_with(threads: int, parts: Sequence[Callable[[], None]]) -> None:
         _in_order(parts)
 
 
+def _within(scope: Scope, run: Callable[[], None]) -> None:
+    with scope():
+        run()
+
+
 def _runs_on_host(stage: Stage) -> bool:
     return isinstance(stage, HostStage)
 
@@ -157,6 +162,7 @@ class Program:
         threads: of torch's loops on a CPU, compiled or not; None: as many as torch has.
         prefills: the program reads the prompts of a message too.
         compilations: counts the graphs compiled for it.
+        scope: that of its kernels.
     """
 
     def __init__(
@@ -168,25 +174,30 @@ class Program:
         threads: int | None = None,
         prefills: bool = False,
         compilations: Compilations | None = None,
+        scope: Scope | None = None,
     ) -> None:
         self.stages, self.views, self.threads, self.prefills = stages, views, threads, prefills
-        self._compilations = compilations
+        self._compilations, self._scope = compilations, scope
         self.steps: list[Callable[[], None]] = []
         self.direct: Callable[[], None] = self._record
         self.on_host = [stage for stage in stages if isinstance(stage, HostStage)]
         self._segments: list[Segment] = []
         groups = [(host, list(group)) for host, group in groupby(stages, _runs_on_host)]
         if not compiled:
-            self.steps = [partial(stage, views) for stage in stages]
+            self.steps = [self._scoped(partial(stage, views)) for stage in stages]
             run: Callable[..., None] = _in_order if threads is None else partial(_in_order_with, threads)
             self.direct = self._run_steps if threads is None else partial(run, self.steps)
             if self.on_host:
-                self._set_segments([Segment(partial(run, [partial(stage, views) for stage in group]), host) for host, group in groups])
+                parts = ((host, self._scoped(partial(run, [partial(stage, views) for stage in group]))) for host, group in groups)
+                self._set_segments([Segment(part, host) for host, part in parts])
         elif not stages[0].kernels.records:
             self.steps = [self._part([stage], _runs_on_host(stage)) for stage in stages]
             self._set_segments([Segment(self._part(group, host), host) for host, group in groups])
         self.replay: Callable[[], None] | None = None
         self.buffers: Signature = signature(views)
+
+    def _scoped(self, run: Callable[[], None]) -> Callable[[], None]:
+        return run if self._scope is None else partial(_within, self._scope, run)
 
     def _run_steps(self) -> None:
         _in_order(self.steps)
@@ -200,7 +211,7 @@ class Program:
         region = compile_stages(stages, self.views, self.threads, self._compilations)
         if now:
             region.compile()
-        return region
+        return self._scoped(region)
 
     def _set_segments(self, segments: list[Segment]) -> None:
         self._segments = segments

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -212,9 +213,6 @@ def select_kernels(
         raise ConfigError("kernels.numerics", "fast, unless every kernel is fused", "'batch_invariant'", "kernels.mode=fused")
     if mode == "fused":
         check_fused(device)
-        from .fused.launch import use_programmatic_launch
-
-        use_programmatic_launch(programmatic_launch)
 
     def implementation(op: KernelOp) -> Callable[..., Any]:
         if op.name == "linear" and chosen["linear"] == "fused":
@@ -230,7 +228,11 @@ def select_kernels(
         return op.implementation(name if name in op.names else "reference")
 
     callables = {op.name: implementation(op) for op in OPS}
-    ops = {f.name: callables[f.name] for f in fields(KernelSet)}
+    ops = {f.name: callables[f.name] for f in fields(KernelSet) if f.name in callables}
+    if "fused" in (mode, *chosen.values()):
+        from .fused.launch import LaunchState, launching
+
+        ops["scope"] = partial(launching, LaunchState(programmatic_launch))
     if chosen["attention"] == "flashinfer":
         check_flashinfer(device)
         from .flashinfer.kernels import FlashInferKernels

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor
 
 from .host_step import BoundCall, HostStep, PreparedCall
 from .linear import Hidden
+
+Scope = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,9 @@ class KernelSet:
     ssm_scan: Callable[..., Tensor]
     ssm_chunk: Callable[..., Tensor]
     state_commit: Callable[..., None]
+    scope: Scope | None = field(default=None, kw_only=True)
+    """A context that every program of the engine runs and is captured in: its launches share what no other engine's may touch. None: they
+    share nothing."""
 
     def own_window(
         self, table_BP: Tensor, page_size: int, prefix_end_B: Tensor, ancestors_BTX: Tensor

@@ -8,8 +8,8 @@ prompts, and ``xqa`` per number of query tokens: ``num_draft_tokens`` for verifi
 ``num_steps + 1`` and, in a chain, 1; ``variant=none`` needs 1. For one with latent rows it compiles the MLA kernels, which serve any number
 of tokens. ``--backend`` chooses the implementation; ``fa3`` is that of compute capability 9.x.
 
-The folder has ``NAME/NAME.so``, as FlashInfer expects it in its ``data/aot``, to which ``install.sh`` copies it; from there it is loaded
-without ninja and compiler. Kernels are for one version of FlashInfer, which the folder records; ``install.sh`` refuses others.
+The folder has ``NAME/NAME.so``, as FlashInfer expects it in its ``data/aot``, to which ``perf.gpu.install`` copies it; from there it is
+loaded without ninja and compiler. Kernels are for one version of FlashInfer, which the folder records; ``perf.gpu.install`` refuses others.
 
 The toolkit's major version must be that of torch on the GPU machine (``libcudart``). A machine without a GPU has no driver library to
 link with; a library of its name with empty functions, built here, replaces it. The linker may need

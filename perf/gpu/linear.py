@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from graphspec.kernels.fused.launch import use_programmatic_launch
+from graphspec.kernels.fused.launch import LaunchState, launching
 from graphspec.kernels.fused.linear_choice import LinearShape, LinearTable, device_identity
 from graphspec.kernels.fused.linear_tune import Measured, tune
 from graphspec.lab.measure.provenance import ROOT, provenance, result_file, write_jsonl
@@ -68,7 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("no CUDA device: nothing measured")
         return 1
-    use_programmatic_launch(args.programmatic_launch)
     device, table = torch.device("cuda"), LinearTable()
     names = shapes(args.rows, args.layers, args.dtype)
     records: list[dict[str, Any]] = []
@@ -80,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch_part = f"torch {line['torch_us']:8.1f} us {line['torch_gb_s']:6.0f} GB/s"
         print(f"{line['layer']:12} rows {line['rows']:4}  {fused}  {torch_part}  {line.get('config', '')}", flush=True)
 
-    tune(table, names, device, done=done)
+    with launching(LaunchState(args.programmatic_launch)):
+        tune(table, names, device, done=done)
     if args.table is not None:
         table.save(args.table, device_identity(device))
     settings = {"kind": "settings", "rows": args.rows, "layers": args.layers, "dtype": args.dtype, "pdl": args.programmatic_launch}

@@ -2,9 +2,11 @@
 
     python -m perf.gpu.pack --out /tmp/graphspec-gpu --tar
     # there:
-    tar xf graphspec-gpu.tar.gz && cd graphspec-gpu && ./install.sh && . ./env.sh && cd repo && python3 -m perf.gpu_check
+    tar xf graphspec-gpu.tar.gz && cd graphspec-gpu/repo && python3 -m perf.gpu_check
 
-The machine is assumed to have torch, triton, transformers, pytest and hypothesis; other packages that it lacks are ``--requirement``.
+What the machine has is ``machine.txt``; the project's other dependencies are packed (``--extra`` adds those of an extra, ``--requirement``
+replaces them all). The wheels lie in ``.gpu-pack`` of the repository, and every call installs them before all else. ``--in-tree`` puts
+them into that folder of this working tree, which git ignores, for a machine that the tree is sent to as it is.
 """
 
 from __future__ import annotations
@@ -15,49 +17,22 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from graphspec.lab.measure.provenance import REVISION_FILE, ROOT, revision
+from perf.gpu.install import AOT, FOLDER
+from perf.gpu.machine import lacking
 
 DEFAULT_PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
-DEFAULT_REQUIREMENTS = ("hydra-core", "omegaconf", "antlr4-python3-runtime", "pytest-xdist", "execnet")
 SOURCE_ONLY = ("antlr4-python3-runtime",)
 """Packages published without a wheel; they are pure Python, so a wheel built here runs anywhere."""
 MIB = 2**20
 
-INSTALL = """#!/bin/sh
-# Installs the wheels next to this script into ./site, without a network. Nothing outside this folder is touched, except that compiled
-# kernels for FlashInfer, where there are any, go into its own folder.
-set -eu
-cd "$(dirname "$0")"
-"${PYTHON:-python3}" -c 'import sys
-sys.exit(0 if sys.version_info[:2] == (@MAJOR@, @MINOR@) else "these wheels are for Python @MAJOR@.@MINOR@")'
-if ls wheels/*.whl >/dev/null 2>&1; then
-    "${PYTHON:-python3}" -m pip install --quiet --no-index --no-deps --upgrade --target site wheels/*.whl
-fi
-if [ -d flashinfer-aot ]; then
-    # Next to FlashInfer, where it looks for kernels that need no compiler.
-    PYTHONPATH="$PWD/site" "${PYTHON:-python3}" -c 'import shutil, sys
-from importlib import metadata
-from importlib.util import find_spec
-from pathlib import Path
-built = Path("flashinfer-aot/VERSION").read_text().strip()
-try:
-    found = metadata.version("flashinfer-python")
-except metadata.PackageNotFoundError:
-    found = "none"
-if found != built:
-    sys.exit(f"flashinfer-aot: expected flashinfer-python {built}, found {found}")
-aot = Path(find_spec("flashinfer").origin).parent / "data" / "aot"
-for kernel in Path("flashinfer-aot").glob("*/*.so"):
-    (aot / kernel.parent.name).mkdir(parents=True, exist_ok=True)
-    shutil.copy2(kernel, aot / kernel.parent.name / kernel.name)'
-fi
-printf 'export PYTHONPATH=%s/site:%s/repo\\n' "$PWD" "$PWD" > env.sh
-echo "installed; now: . $PWD/env.sh && cd $PWD/repo && ${PYTHON:-python3} -m perf.gpu_check"
-"""
+TRAVELS_MIB = 64.0
+"""Default of ``--limit-mib``: more is not sent to a machine that a working tree is copied to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +41,6 @@ class Target:
 
     python: str
     platforms: tuple[str, ...]
-
-    @property
-    def version(self) -> tuple[int, int]:
-        major, minor = self.python.split(".")
-        return int(major), int(minor)
 
 
 def pinned(requirement: str, constraints: str) -> str:
@@ -123,14 +93,6 @@ def copy_repository(files: Sequence[Path], folder: Path) -> None:
     (folder / REVISION_FILE).write_text(f"{revision() or 'unknown'}\n", encoding="utf-8")
 
 
-def write_install(folder: Path, target: Target) -> None:
-    """``install.sh``: checks the Python version, installs without an index, writes ``env.sh``."""
-    major, minor = target.version
-    script = folder / "install.sh"
-    script.write_text(INSTALL.replace("@MAJOR@", str(major)).replace("@MINOR@", str(minor)), encoding="utf-8")
-    script.chmod(0o755)
-
-
 def check_wheels(folder: Path, target: Target) -> None:
     """Check that every wheel fits the target.
 
@@ -148,25 +110,30 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m perf.gpu.pack", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist, or be empty")
+    place = parser.add_mutually_exclusive_group(required=True)
+    place.add_argument("--out", type=Path, help="folder to write; must not exist, or be empty")
+    place.add_argument("--in-tree", action="store_true", help=f"the wheels alone, into {FOLDER} of this working tree")
     parser.add_argument("--python", default="3.12", help="Python version there (default: 3.12)")
     parser.add_argument("--platform", action="append", help=f"platform tag there, may be repeated (default: {' '.join(DEFAULT_PLATFORMS)})")
-    parser.add_argument(
-        "--requirement", action="append", help=f"a package it lacks, may be repeated (default: {' '.join(DEFAULT_REQUIREMENTS)})"
-    )
+    parser.add_argument("--extra", action="append", default=[], help="an extra of the project to take along, may be repeated")
+    parser.add_argument("--requirement", action="append", help="a package to take along instead of those that it lacks, may be repeated")
     parser.add_argument("--no-wheels", action="store_true", help="the repository alone")
     parser.add_argument("--flashinfer", type=Path, help="folder of compiled kernels, written by perf.gpu.build_flashinfer")
-    parser.add_argument("--limit-mib", type=float, help="refuse a larger package")
+    parser.add_argument("--limit-mib", type=float, default=TRAVELS_MIB, help=f"refuse more (default: {TRAVELS_MIB:g})")
     parser.add_argument("--tar", action="store_true", help="also write OUT.tar.gz")
     parser.add_argument("--dry-run", action="store_true", help="say what would be packed, and write nothing")
     options = parser.parse_args(argv)
     version = options.python.split(".")
     if len(version) != 2 or not all(part.isdigit() for part in version):
         parser.error(f"--python: expected a version like 3.12, found {options.python!r}")
-    if options.no_wheels and options.requirement:
-        parser.error("--no-wheels contradicts --requirement")
+    if options.no_wheels and (options.requirement or options.extra or options.in_tree):
+        parser.error("--no-wheels contradicts --requirement, --extra and --in-tree")
+    if options.in_tree and (options.tar or options.flashinfer):
+        parser.error("--in-tree contradicts --tar and --flashinfer")
     if options.flashinfer is not None and not (options.flashinfer / "VERSION").is_file():
         parser.error(f"--flashinfer: expected a folder written by perf.gpu.build_flashinfer, found {options.flashinfer}")
+    if options.in_tree:
+        return options
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         parser.error(f"--out: expected a new or empty folder, found {options.out}")
     if options.out.resolve() == ROOT or ROOT in options.out.resolve().parents:
@@ -179,38 +146,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     target = Target(options.python, tuple(options.platform or DEFAULT_PLATFORMS))
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    wanted = [] if options.no_wheels else [pinned(r, constraints) for r in options.requirement or DEFAULT_REQUIREMENTS]
-    files, out = repository_files(), options.out.resolve()
-    total = 0
+    names = [] if options.no_wheels else options.requirement or lacking(options.python, options.extra)
+    wanted = [pinned(name, constraints) for name in names]
+    repository = ROOT if options.in_tree else options.out.resolve() / "repo"
+    folder = repository / FOLDER
+    files, total = repository_files(), 0
     for name, size in sizes(files).items():
         print(f"{size / MIB:9.2f} MiB  repo/{name}")
         total += size
     for path in sorted(options.flashinfer.glob("*/*.so")) if options.flashinfer is not None else ():
-        print(f"{path.stat().st_size / MIB:9.2f} MiB  flashinfer-aot/{path.name}")
+        print(f"{path.stat().st_size / MIB:9.2f} MiB  {AOT}/{path.name}")
         total += path.stat().st_size
-    commands = [wheel_command(requirement, out / "wheels", target) for requirement in wanted]
     if options.dry_run:
-        for command in commands:
-            print("would run:", shlex.join(command))
+        for requirement in wanted:
+            print("would run:", shlex.join(wheel_command(requirement, folder, target)))
         print(f"{total / MIB:9.2f} MiB  repository, wheels not counted; nothing was written")
         _check_limit(total, options.limit_mib)
         return 0
     _check_limit(total, options.limit_mib)
-    (out / "wheels").mkdir(parents=True)
-    for command in commands:
-        if subprocess.run(command, check=False).returncode != 0:
-            raise SystemExit(f"pip failed: {shlex.join(command)}")
-    check_wheels(out / "wheels", target)
-    for wheel in sorted((out / "wheels").glob("*.whl")):
-        print(f"{wheel.stat().st_size / MIB:9.2f} MiB  wheels/{wheel.name}")
-        total += wheel.stat().st_size
-    _check_limit(total, options.limit_mib)
-    copy_repository(files, out / "repo")
+    with tempfile.TemporaryDirectory(prefix="graphspec-") as scratch:
+        downloads = Path(scratch)
+        for requirement in wanted:
+            command = wheel_command(requirement, downloads, target)
+            if subprocess.run(command, check=False).returncode != 0:
+                raise SystemExit(f"pip failed: {shlex.join(command)}")
+        check_wheels(downloads, target)
+        wheels = sorted(downloads.glob("*.whl"))
+        for wheel in wheels:
+            print(f"{wheel.stat().st_size / MIB:9.2f} MiB  {FOLDER}/{wheel.name}")
+            total += wheel.stat().st_size
+        _check_limit(total, options.limit_mib)
+        if options.in_tree:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            copy_repository(files, repository)
+        folder.mkdir(parents=True)
+        for wheel in wheels:
+            shutil.copy2(wheel, folder / wheel.name)
     if options.flashinfer is not None:
-        shutil.copytree(options.flashinfer, out / "flashinfer-aot")
-    write_install(out, target)
-    print(f"{total / MIB:9.2f} MiB  in {out}")
+        shutil.copytree(options.flashinfer, folder / AOT)
+    print(f"{total / MIB:9.2f} MiB  in {repository.parent if options.out else folder}")
     if options.tar:
+        out = options.out.resolve()
         archive = out.with_name(out.name + ".tar.gz")
         with tarfile.open(archive, "w:gz") as tar:
             tar.add(out, arcname=out.name)
@@ -218,8 +195,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _check_limit(total: int, limit_mib: float | None) -> None:
-    if limit_mib is not None and total > limit_mib * MIB:
+def _check_limit(total: int, limit_mib: float) -> None:
+    if total > limit_mib * MIB:
         raise SystemExit(f"--limit-mib: expected at most {limit_mib:g} MiB, found {total / MIB:.2f}")
 
 

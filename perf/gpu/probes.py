@@ -29,6 +29,12 @@ SHORTEST = 15.0
 AT_ONCE = 12
 ESSENTIAL = ("device", "graph", "engine-reference")
 """If one of these fails, no later result is meaningful."""
+EARLY = (*ESSENTIAL, "engine-classes")
+"""What runs before anything is measured, with the kernels."""
+MANY_PROGRAMS = ("engine-classes", "engine-defaults")
+"""Probes whose Triton kernels are compiled by several processes; the others have one core each."""
+LEAST = {"engine-defaults": 150.0}
+"""Seconds without which a probe is not started, where :data:`SHORTEST` are too few: it compiles every program of an engine on one core."""
 KERNEL = "kernel-"
 """Prefix of the names of probes of single kernels."""
 PROMPT = [11, 45, 210, 7, 93, 18, 400, 31, 5, 77, 64, 12]
@@ -162,6 +168,36 @@ def engine(shape: str, mode: str, **keys: Any) -> str:
     return f"tokens equal; {len(report)} programs built in {built:.1f} s, captured in {captured:.1f} s"
 
 
+def classes() -> str:
+    """An engine compiles the classes of requests that it prepares by default, and serves one request of each."""
+    from graphspec.engine.llm import LLM
+
+    llm = LLM(max_rows=1, buckets=[1], prefill_chunks=[16])
+    return _served(llm)
+
+
+def defaults() -> str:
+    """An engine loads with no setting at all."""
+    from graphspec.engine.llm import LLM
+
+    return _served(LLM())
+
+
+def _served(llm: Any) -> str:
+    from graphspec.engine.request import SamplingParams
+    from graphspec.graphs.programs import describe_class
+
+    several = {"temperature": 0.8, "seed": 3, "top_k": 40, "repetition_penalty": 1.1, "bad_words": ["no such word"], "logprobs": 2}
+    for keys in ({}, several):
+        [output] = llm.generate([PROMPT], SamplingParams(max_tokens=24, ignore_eos=True, **keys))
+        assert len(output.token_ids) == 24, f"{len(output.token_ids)} tokens of 24, with {keys or 'defaults'}"
+    report = llm.capture_report()
+    for wanted in map(describe_class, llm.plan.sampling_classes):
+        assert any(record.name.endswith(f", {wanted}") for record in report), f"no program of the class {wanted}"
+    built = sum(record.warm_up_seconds for record in report)
+    return f"{len(report)} programs built in {built:.1f} s; {llm.plan.num_pages - 1} pages of {llm.plan.page_size} tokens"
+
+
 def profiler() -> str:
     """Torch's profiler sees the nodes of a replay, and events between the stages give times."""
     import torch
@@ -196,6 +232,7 @@ def all_probes() -> dict[str, Callable[[], str]]:
         found[f"engine-fused-{shape}"] = partial(engine, shape, "fused")
     found["engine-compiled"] = partial(engine, "tree", "compiled")
     found["engine-debug"] = partial(engine, "tree", "fused", debug=True)
+    found["engine-classes"], found["engine-defaults"] = classes, defaults
     found["engine-ahead"] = partial(engine, "chain", "reference", cycles_in_flight=3)
     found["profiler"] = profiler
     for op in (op for op in OPS if "fused" in op.names):
@@ -204,8 +241,8 @@ def all_probes() -> dict[str, Callable[[], str]]:
 
 
 def early_probes(names: Iterable[str]) -> list[str]:
-    """The probes that run before anything is measured: the essential ones, then those of the kernels."""
-    return [name for name in names if name in ESSENTIAL] + [name for name in names if name.startswith(KERNEL)]
+    """The probes that run before anything is measured: :data:`EARLY`, then those of the kernels."""
+    return [name for name in names if name in EARLY] + [name for name in names if name.startswith(KERNEL)]
 
 
 def attempt(name: str, ends: float) -> dict[str, Any]:
@@ -217,9 +254,10 @@ def attempt(name: str, ends: float) -> dict[str, Any]:
     """
     began, record = time.monotonic(), {"kind": "probe", "name": name}
     seconds = ends - began
-    if seconds < SHORTEST:
+    if seconds < LEAST.get(name, SHORTEST):
         return {**record, "outcome": "not_run", "seconds": 0.0, "message": "the seconds for all probes were over"}
-    environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    threads = "4" if name in MANY_PROGRAMS else "1"
+    environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": threads, "PYTHONFAULTHANDLER": "1"}
     with tempfile.TemporaryDirectory() as folder:
         printed, errors = Path(folder) / "out", Path(folder) / "err"
         code = run_command(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphspec.kernels import OPS, KernelOp
-from graphspec.kernels.fused.launch import semaphores, use_programmatic_launch
+from graphspec.kernels.fused.launch import LaunchState, launching, semaphores
 from tests.gpu._merging import Merging, merging_calls
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -72,17 +72,15 @@ def test_a_merge_of_parts_gives_the_same_bits_every_time(call: Merging) -> None:
 def programmatic(request: pytest.FixtureRequest) -> Iterator[bool]:
     if request.param and torch.cuda.get_device_capability(DEVICE) < (9, 0):
         pytest.skip("programmatic launch needs sm_90")
-    use_programmatic_launch(request.param)
-    yield request.param
-    use_programmatic_launch(False)
+    with launching(LaunchState(request.param)):
+        yield request.param
 
 
 def test_all_of_them_in_sequence_in_one_graph(programmatic: bool) -> None:
     """They share counters, and with programmatic launch each begins while the one before it still runs."""
     cases = [(op, case) for op in OPS for case in op.cases(torch.Generator().manual_seed(6))]
-    use_programmatic_launch(False)
-    expected = [outputs(op, on_gpu(case)) for op, case in cases]
-    use_programmatic_launch(programmatic)
+    with launching(LaunchState()):
+        expected = [outputs(op, on_gpu(case)) for op, case in cases]
     fresh, used = ([on_gpu(case) for _, case in cases] for _ in range(2))
 
     def everything() -> list[list[Tensor]]:
@@ -117,9 +115,8 @@ def test_merges_after_each_other_in_one_graph(lanes: int, programmatic: bool) ->
     torch.manual_seed(0)
     calls = merging_calls(lanes)
     cases = [call.make("cuda") for call in calls]
-    use_programmatic_launch(False)
-    expected = [call.outputs(case) for call, case in zip(calls, cases, strict=True)]
-    use_programmatic_launch(programmatic)
+    with launching(LaunchState()):
+        expected = [call.outputs(case) for call, case in zip(calls, cases, strict=True)]
 
     def everything() -> list[list[Tensor]]:
         return [call.outputs(case) for call, case in zip(calls, cases, strict=True)]

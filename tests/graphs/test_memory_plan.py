@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,14 @@ from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.errors import ConfigError, spell_bytes
 from graphspec.facts import read_model_facts
 from graphspec.graphs import memory as memory_module
-from graphspec.graphs.memory import GIB, MemoryLine, MemoryPlan, available_bytes, parameter_bytes, plan_memory
+from graphspec.graphs.memory import GIB, MemoryLine, MemoryPlan, available_bytes, fit_memory, parameter_bytes, plan_memory
 from graphspec.models.checkpoint import Checkpoint
 from graphspec.plan import make_plan
 from graphspec.shapes import SamplingClass
 from graphspec.show.inspect import memory_table
-from tests.support.engines import CHAIN, TREE, Pair, mirror_pair
+from tests.support.engines import CHAIN, TREE, Pair, mirror_pair, prompts
+from tests.support.shapes_8b import llama_8b
+from tests.support.tiny import draft_facts
 
 
 @pytest.fixture(scope="module")
@@ -111,31 +115,80 @@ def config_for(pair: Pair, memory_gib: float | None = None, fraction: float = 0.
     )
 
 
-@pytest.mark.parametrize("num_pages", [None, 100])
-def test_too_many_pages_are_refused_before_anything_is_allocated(
-    pair: Pair, num_pages: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    roomy = LLM(config=config_for(pair)).memory
-    # Room for all but twelve pages and a half.
-    allowed = roomy.total - 12 * roomy.page_bytes - roomy.page_bytes // 2 if num_pages is None else None
-    if allowed is None:
-        roomy = LLM(config=config_for(pair, num_pages=num_pages)).memory
-        allowed = roomy.total - 12 * roomy.page_bytes - roomy.page_bytes // 2
-    gib = allowed / 0.5 / GIB
-    most = roomy.num_pages - 1 - 13
-
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> None:
         raise AssertionError("weights are loaded")
 
+    monkeypatch.setattr(llm_module, "load_target", refuse)
+
+
+def test_too_many_pages_are_refused_before_anything_is_allocated(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    roomy = LLM(config=config_for(pair, num_pages=100)).memory
+    # Room for all but twelve pages and a half.
+    gib = (roomy.total - 12 * roomy.page_bytes - roomy.page_bytes // 2) / 0.5 / GIB
+    most = roomy.num_pages - 1 - 13
     with monkeypatch.context() as patched:
-        patched.setattr(llm_module, "load_target", refuse)
+        no_weights(patched)
         with pytest.raises(ConfigError, match=f"runtime.num_pages: expected at most {most}, found {roomy.num_pages - 1} ") as caught:
-            LLM(config=config_for(pair, gib, 0.5, num_pages=num_pages))
+            LLM(config=config_for(pair, gib, 0.5, num_pages=100))
         with pytest.raises(ConfigError, match=r"runtime\.num_pages"):
             LLM(config=config_for(pair, gib, 0.5, num_pages=most + 1))
     for name in ("KV pools", "target weights", "draft weights", "slots", "workspace ~", "0.5 of", "a page is"):
         assert name in str(caught.value)
     assert LLM(config=config_for(pair, gib, 0.5, num_pages=most)).plan.num_pages == most + 1
+
+
+def test_pools_get_what_fits_and_rows_share_it(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    """Down to one row of the context; the tokens are those of an engine with room for all."""
+    roomy = LLM(config=config_for(pair))
+    width = roomy.plan.table_width
+    assert roomy.plan.num_pages == 1 + 8 * width, "no more than can be used"
+    room = roomy.memory.total - (8 * width - (width + 3)) * roomy.memory.page_bytes
+    with caplog.at_level(logging.INFO):
+        short = LLM(config=config_for(pair, (room + 1) / 0.9 / GIB))
+    assert short.plan.num_pages == 1 + width + 3 and short.memory.total <= short.memory.budget
+    assert replace(short.plan, num_pages=roomy.plan.num_pages) == roomy.plan
+    tokens = (width + 3) * short.plan.page_size
+    assert f"KV pools: {tokens} tokens, shared by 8 rows" in caplog.text
+    params = SamplingParams(max_tokens=short.plan.max_context, ignore_eos=True)
+    prompt_ids = prompts(3)
+    found, expected = short.generate(prompt_ids, params), roomy.generate(prompt_ids, params)
+    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+    assert {len(prompt) + len(output.token_ids) for prompt, output in zip(prompt_ids, found, strict=True)} == {short.plan.max_context}
+
+
+def test_a_context_of_which_not_one_row_fits_is_refused_with_the_longest_that_does(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    roomy = LLM(config=config_for(pair))
+    width = roomy.plan.table_width
+    gib = (roomy.memory.total - (7 * width + 3) * roomy.memory.page_bytes) / 0.9 / GIB
+    config = config_for(pair, gib)
+    with monkeypatch.context() as patched:
+        no_weights(patched)
+        with pytest.raises(ConfigError, match=rf"model\.max_context: expected at most \d+, .* found {roomy.plan.max_context} ") as caught:
+            LLM(config=config)
+    longest = int(re.search(r"at most (\d+)", str(caught.value))[1])  # type: ignore[index]
+    assert roomy.plan.max_context - 4 * roomy.plan.page_size < longest < roomy.plan.max_context
+    fitting = LLM(config=replace(config, model=replace(config.model, max_context=longest)))
+    assert fitting.plan.num_pages > fitting.plan.table_width
+    with pytest.raises(ConfigError, match=rf"model\.max_context: expected at most {longest}"):
+        LLM(config=replace(config, model=replace(config.model, max_context=longest + 1)))
+
+
+@pytest.mark.parametrize("memory_gib", [80, 141])
+def test_llama_3_1_8b_starts_on_one_gpu_with_its_whole_context(memory_gib: int) -> None:
+    """8 rows of 131,072 tokens would take 128 GiB for the target alone."""
+    target = replace(llama_8b(32), max_position_embeddings=131072)
+    head = replace(
+        draft_facts(), decoder=replace(llama_8b(1), max_position_embeddings=131072), draft_vocab_size=32000, target_hidden_size=4096,
+        feature_size=3 * 4096, tap_layers=(2, 16, 29),
+    )  # fmt: skip
+    config = Config(model=ModelConfig(path="8b"), hardware=HardwareConfig(memory_gib=memory_gib))
+    plan = make_plan(config, target, head, device="cuda")
+    fitted, memory = fit_memory(plan, config, (16 * 10**9, 10**9))
+    memory.check()
+    assert (fitted.max_context, fitted.max_rows, fitted.prefill_chunks) == (131072, 8, plan.prefill_chunks)
+    assert fitted.table_width < fitted.num_pages < plan.num_pages
+    assert memory.total > memory.budget - memory.page_bytes, "nothing that a page would fit into is left"
 
 
 def test_weights_that_do_not_fit_name_the_keys_to_lower(pair: Pair) -> None:
@@ -162,6 +215,7 @@ def test_free_gpu_memory_is_queried_and_graphs_have_a_reserve(pair: Pair, monkey
     programs = 2 * (4 + 2)  # of two sampling classes
     assert size(memory, "graphs") == memory_module.LIBRARY_RESERVE + programs * memory_module.GRAPH_RESERVE
     tight = cuda_memory(pair, monkeypatch, int((memory.total - memory.page_bytes // 2) / 0.9))
+    # As it stands. An engine without a given number makes its pools smaller first (`fit_memory`).
     with pytest.raises(ConfigError, match=f"runtime.num_pages: expected at most {memory.num_pages - 2}, found {memory.num_pages - 1}"):
         tight.check()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import zipfile
@@ -17,9 +16,11 @@ from torch import Tensor
 from graphspec.errors import GraphspecError
 from graphspec.kernels.flashinfer import version
 from graphspec.kernels.fused.launch import recording
-from perf.gpu import build_flashinfer, flashinfer_ops, pack
+from perf.gpu import build_flashinfer, flashinfer_ops, install, pack
 from tests.support.checkpoints import build_hf, write_hf
 from tests.support.moe_checkpoints import write_mixture
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -119,9 +120,10 @@ def test_kernels_arrive_where_flashinfer_looks(there: str, tmp_path: Path, monke
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
     arguments = ["--out", str(out), "--python", running, "--requirement", "flashinfer-python", "--flashinfer", str(kernels)]
     assert pack.main(arguments) == 0
-    environment = {**os.environ, "PYTHON": sys.executable}
-    done = subprocess.run(["./install.sh"], cwd=out, capture_output=True, text=True, env=environment, check=False)
-    placed = out / "site" / "flashinfer" / "data" / "aot" / "xqa_a" / "xqa_a.so"
+    packed = out / "repo" / install.FOLDER
+    code = f"from pathlib import Path; from perf.gpu.install import install; install(Path({str(packed)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    placed = packed / "site" / "flashinfer" / "data" / "aot" / "xqa_a" / "xqa_a.so"
     if there == "0.7.2":
         assert done.returncode == 0, done.stderr
         assert placed.read_bytes() == b"compiled"

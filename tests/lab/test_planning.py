@@ -297,6 +297,8 @@ def test_json_of_a_published_shape(capsys: pytest.CaptureFixture[str], tmp_path:
     assert memory["kv_per_token"] == {"target": 131072, "draft": 4096}
     assert memory["total"] == sum(part["bytes"] for part in memory["parts"]) <= memory["budget"] == int(0.9 * int(131.3 * 2**30))
     assert memory["rows_that_fit"] >= 32 and memory["context_that_fits"] == 131072
+    assert (served := memory["served"]) | {"pool_tokens": 0} == {"rows": 8, "context": 131072, "pool_tokens": 0}
+    assert 4 * 131072 < served["pool_tokens"] < 8 * 131072
     # Every row has pages for its context and the widest window, and there is the dummy page. Each keeps the feature of its last token.
     window = max(CycleShape(*row["shape"]).window_width for row in (one, many))
     pages = 32 * math.ceil((2048 + window) / 16) + 1

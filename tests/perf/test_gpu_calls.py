@@ -170,8 +170,8 @@ def test_all_probes_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_essential_probes_and_kernels_come_first() -> None:
     known = probes.all_probes()
     early = probes.early_probes(known)
-    assert tuple(early[: len(probes.ESSENTIAL)]) == probes.ESSENTIAL
-    assert all(name.startswith(probes.KERNEL) for name in early[len(probes.ESSENTIAL) :]) and len(early) > 20
+    assert tuple(early[: len(probes.EARLY)]) == probes.EARLY and probes.EARLY[: len(probes.ESSENTIAL)] == probes.ESSENTIAL
+    assert all(name.startswith(probes.KERNEL) for name in early[len(probes.EARLY) :]) and len(early) > 20
     assert {name for name in known if name not in early} >= {"engine-fused-tree", "profiler", "engine-debug"}
 
 

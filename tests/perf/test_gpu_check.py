@@ -16,6 +16,8 @@ from typing import Any, Self
 import pytest
 import torch
 
+from graphspec.engine import llm as llm_module
+from graphspec.engine.llm import LLM
 from graphspec.errors import ResourceError
 from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.stages.mailbox import Message
@@ -322,6 +324,25 @@ def test_the_probes_pass_where_they_can_run_without_a_gpu(monkeypatch: pytest.Mo
     monkeypatch.setattr(probes, "tokens", lambda *a, **k: (eager(*a, **k)[0], [[id(k)], [time.perf_counter()]]))
     with pytest.raises(AssertionError, match="tokens differ"):
         probes.engine("none", "fused")
+
+
+def test_the_probe_of_a_default_engine_gives_it_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every class that is prepared by default is among what it compiled, and requests of both are served."""
+    made: list[dict[str, Any]] = []
+
+    def build(**keys: Any) -> LLM:
+        made.append(keys)
+        llm = LLM(runtime="eager", max_rows=1, buckets=[1], max_context=256, num_steps=2, topk=1, num_draft_tokens=3)
+        llm._engine.prepare(1, *llm.plan.sampling_classes)
+        return llm
+
+    monkeypatch.setattr(llm_module, "LLM", build)
+    assert "programs built" in probes.all_probes()["engine-defaults"]()
+    assert made == [{}]
+    assert "programs built" in probes.all_probes()["engine-classes"]() and "sampling_classes" not in made[1]
+    monkeypatch.setattr(llm_module, "LLM", lambda **_: LLM(runtime="eager", max_rows=1, buckets=[1], max_context=256))
+    with pytest.raises(AssertionError):
+        probes.defaults()
 
 
 def test_an_empty_profile_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

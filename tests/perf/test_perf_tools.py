@@ -20,7 +20,7 @@ from graphspec.config import Config
 from graphspec.engine.folders import DEMO, model_folder
 from graphspec.lab.measure import provenance
 from perf import depth_cost, gpu_check, speed
-from perf.gpu import pack
+from perf.gpu import machine, pack
 from recipes.corpus import load_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,7 +112,13 @@ def test_requirements_are_pinned() -> None:
         "hydra_core==1.3.8", "pyyaml==6.0.3", "other", "hydra-core==1.4", "a>=2",
     ]  # fmt: skip
     own = (ROOT / "constraints.txt").read_text()
-    assert all("==" in pack.pinned(requirement, own) for requirement in pack.DEFAULT_REQUIREMENTS)
+    lacking = machine.lacking("3.12", ["grammar"])
+    assert all("==" in pack.pinned(requirement, own) for requirement in lacking)
+    # What these need comes with them; what the machine has does not.
+    assert {"hydra-core", "omegaconf", "antlr4-python3-runtime", "xgrammar", "apache-tvm-ffi", "pydantic-core"} <= set(lacking)
+    assert not {"torch", "numpy", "transformers", "pyyaml", "packaging"} & set(lacking)
+    with pytest.raises(SystemExit, match=r"expected one of .*grammar.*, found 'no'"):
+        machine.lacking("3.12", ["no"])
 
 
 def test_pip_downloads_for_the_other_machine(tmp_path: Path) -> None:
@@ -142,6 +148,7 @@ def test_a_dry_run_writes_nothing(checkout: Path, tmp_path: Path, capsys: pytest
         (["--python", "3"], "expected a version like 3.12"),
         (["--python", "3.x"], "expected a version like 3.12"),
         (["--no-wheels", "--requirement", "x"], "contradicts"),
+        (["--in-tree"], "not allowed with"),
     ],
 )
 def test_bad_arguments(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,24 +183,55 @@ def test_wheels_of_another_platform_are_refused(tmp_path: Path) -> None:
         pack.check_wheels(tmp_path, target)
 
 
-def test_what_is_packed_installs_offline(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pack with a stand-in for the download, unpack elsewhere, run the script, import from there."""
-    folder = tmp_path / "packed"
-    running = f"{sys.version_info.major}.{sys.version_info.minor}"
-
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """One small package in place of those that pip would download; returns the running Python's version."""
     (tmp_path / "index").mkdir()
     write_wheel(tmp_path / "index", "tinypack", "py3-none-any")
     monkeypatch.setattr(pack, "wheel_command", lambda r, to, target: ["cp", str(tmp_path / "index" / f"{r}-1.0-py3-none-any.whl"), str(to)])
-    assert pack.main(["--out", str(folder), "--tar", "--python", running, "--requirement", "tinypack"]) == 0
+    monkeypatch.setattr(pack, "lacking", lambda python, extras: ["tinypack"])
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+INSTALLED = """
+import subprocess, sys
+from pathlib import Path
+from perf.gpu.install import install
+site = install(Path(sys.argv[1]) / ".gpu-pack")
+import tinypack
+before = (site / "tinypack.py").stat().st_ino
+assert install(Path(sys.argv[1]) / ".gpu-pack") == site and (site / "tinypack.py").stat().st_ino == before, "installed again"
+print(subprocess.run([sys.executable, "-c", "import tinypack; print(tinypack.__file__)"], capture_output=True, text=True).stdout)
+"""
+
+
+def test_what_is_packed_installs_offline(checkout: Path, tmp_path: Path, stand_in: str) -> None:
+    """Pack with a stand-in for the download, unpack elsewhere, install there as the first call does, import in a child process."""
+    folder = tmp_path / "packed"
+    assert pack.main(["--out", str(folder), "--tar", "--python", stand_in]) == 0
     with tarfile.open(tmp_path / "packed.tar.gz") as archive:
         archive.extractall(tmp_path / "there", filter="data")
-    there = tmp_path / "there" / "packed"
-    assert (there / "repo" / "new.py").is_file() and not (there / "repo" / "noise.log").exists() and not (there / "repo" / ".git").exists()
-    assert (there / "repo" / ".revision").read_text().strip() == provenance.revision()
-    script = f"./install.sh && . ./env.sh && cd repo && {sys.executable} -c 'import tinypack, new; print(tinypack.__file__)'"
-    done = subprocess.run(["sh", "-c", script], cwd=there, capture_output=True, text=True, env={**os.environ, "PYTHON": sys.executable})
+    there = tmp_path / "there" / "packed" / "repo"
+    assert (there / "new.py").is_file() and not (there / "noise.log").exists() and not (there / ".git").exists()
+    assert (there / ".revision").read_text().strip() == provenance.revision()
+    done = python("-c", INSTALLED, str(there))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == str(there / "site" / "tinypack.py")
+    assert done.stdout.strip() == str(there / ".gpu-pack" / "site" / "tinypack.py")
+
+
+def test_wheels_travel_in_a_tree_that_git_does_not_see(checkout: Path, tmp_path: Path, stand_in: str) -> None:
+    """Those of an earlier pack are gone, and a pack that is too large leaves them."""
+    (checkout / pack.FOLDER).mkdir()
+    write_wheel(checkout / pack.FOLDER, "old", "py3-none-any")
+    with pytest.raises(SystemExit, match="limit-mib"):
+        pack.main(["--in-tree", "--limit-mib", "0.001", "--python", stand_in])
+    assert [file.name for file in (checkout / pack.FOLDER).iterdir()] == ["old-1.0-py3-none-any.whl"]
+    assert pack.main(["--in-tree", "--python", stand_in]) == 0
+    assert [file.name for file in (checkout / pack.FOLDER).iterdir()] == ["tinypack-1.0-py3-none-any.whl"]
+    assert f"/{pack.FOLDER}/" in (ROOT / ".gitignore").read_text().splitlines()
+    (checkout / pack.FOLDER / "broken-1.0-py3-none-any.whl").write_bytes(b"")
+    done = python("-c", INSTALLED, str(checkout))
+    assert done.returncode == 1 and "expected wheels that pip installs into Python" in done.stderr
 
 
 def test_a_side_with_other_tokens_gets_no_figure() -> None:

@@ -1,17 +1,23 @@
 """The launches of a compiled CUDA program, counted on a machine without a GPU.
 
 Fake ``cuda`` tensors go through Dynamo, AOTAutograd and Inductor up to the text of the wrapper, which names every kernel it would launch;
-nothing is compiled for a device, and nothing runs. An operator of ours counts as one launch: each is written as one, or says otherwise.
+nothing runs. An operator of ours counts as one launch: each is written as one, or says otherwise. :func:`compile_kernels` goes on to what
+Triton makes of the kernels in that text.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import json
+import os
 import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,6 +26,8 @@ from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 
 from tests.support.fake_cuda import load_cuda_guard
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class _Properties:
@@ -193,3 +201,42 @@ def launches_of(program: Callable[[], None]) -> Launches:
             if not texts:
                 raise
     return _read(texts[-1])
+
+
+def compile_kernels(found: Launches) -> list[str]:
+    """Compile every Triton kernel in a program's text for the pretended GPU, in the first of the configurations that Inductor would try.
+
+    In a process of its own: in that of the tests Triton interprets kernels.
+
+    Returns:
+        Their names.
+
+    Raises:
+        AssertionError: with what Triton or ptxas says of the first that does not compile.
+    """
+    calls = [node for node in ast.walk(ast.parse(found.code)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    texts = {
+        call.args[0].value: call.args[1].value
+        for call in calls
+        if call.func.attr == "triton" and len(call.args) == 2 and all(isinstance(argument, ast.Constant) for argument in call.args)
+    }
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "tests.support.codegen"]
+    done = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return sorted(texts)
+
+
+def _compile_here() -> None:
+    """Compile the kernels of standard input, name to text."""
+    from torch._inductor.codecache import PyCodeCache
+
+    with pretended_gpu(), mock.patch("torch._inductor.runtime.triton_helpers.set_driver_to_gpu", _always(None)):
+        for name, text in json.load(sys.stdin).items():
+            kernel = getattr(PyCodeCache.load(text), name)
+            kernel.configs = kernel.configs[:1]
+            kernel.precompile(warm_cache_only=True)
+
+
+if __name__ == "__main__":
+    _compile_here()

@@ -46,7 +46,9 @@ def node_contexts(v: Views) -> Tensor:
     recent_BBt = v.recent_token_RBt[v.lane_row_B]
     width, count = recent_BBt.shape[1], v.node_token_BN.shape[1]
     token_BM = torch.cat((recent_BBt, v.node_token_BN[:, 1:]), 1)
-    before_Bt = torch.arange(-1, width - 1, device=token_BM.device).clamp(min=0).expand_as(recent_BBt)
+    # The token before each, the first before itself. Inductor for CUDA can't order the bounds of a clamp here, once cat has shifted them.
+    place_Bt = torch.arange(width, device=token_BM.device)
+    before_Bt = torch.where(place_Bt > 0, place_Bt - 1, 0).expand_as(recent_BBt)
     above_BM = torch.cat((before_Bt, v.node_parent_BN[:, 1:].clamp(min=0) + width - 1), 1)
     at_BN = torch.arange(width - 1, width - 1 + count, device=token_BM.device).expand_as(v.node_token_BN)
     found = []

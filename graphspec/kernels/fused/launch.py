@@ -108,12 +108,32 @@ class _Recorder:
 
 
 _recorder: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
-_settings = {"programmatic": False}
 
 
-def use_programmatic_launch(enabled: bool) -> None:
-    """Let kernels start while their predecessor drains (programmatic dependent launch, sm_90 and later). Call before any capture."""
-    _settings["programmatic"] = enabled and not INTERPRETED
+@dataclass(slots=True)
+class LaunchState:
+    """What the launches of one engine share. Engines launch and replay at the same time, on any stream, so none may have another's.
+
+    Attributes:
+        programmatic: kernels start while their predecessor drains (programmatic dependent launch, sm_90 and later).
+        counters: see :func:`semaphores`.
+    """
+
+    programmatic: bool = False
+    counters: dict[torch.device, Tensor] = field(default_factory=dict)
+
+
+_state: ContextVar[LaunchState] = ContextVar("launch state", default=LaunchState())  # noqa: B039 - of launches outside of any engine
+
+
+@contextmanager
+def launching(state: LaunchState) -> Iterator[None]:
+    """A context whose launches, captured ones too, share ``state``."""
+    token = _state.set(state)
+    try:
+        yield
+    finally:
+        _state.reset(token)
 
 
 @contextmanager
@@ -147,12 +167,12 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, num
         raise CaptureError(f"grid of {kernel.fn.__name__}", f"at most {MOST_PROGRAMS} in its last two dimensions", tuple(grid))
     pdl = "PDL" in kernel.arg_names
     if pdl:
-        constexprs["PDL"] = _settings["programmatic"]
+        constexprs["PDL"] = programmatic = _state.get().programmatic and not INTERPRETED
     recorder = _recorder.get()
     if recorder is not None:
         recorder.launches.append(Launch(kernel, tuple(grid), args, constexprs, num_warps, num_stages))
         return
-    extra = {"launch_pdl": True} if pdl and _settings["programmatic"] else {}
+    extra = {"launch_pdl": True} if pdl and programmatic else {}
     # Triton launches on the current device, whichever the tensors are on.
     with torch.cuda.device_of(next(value for value in args if isinstance(value, Tensor))):
         kernel[tuple(grid)](*args, **constexprs, num_warps=num_warps, num_stages=num_stages, **extra)
@@ -234,22 +254,22 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MULTIPROCESSORS
 
 
-_semaphores: dict[torch.device, Tensor] = {}
 SEMAPHORES = 1 << 16
 
 
 def semaphores(device: torch.device, count: int) -> Tensor:
     """Zeroed int32 counters by which programs of one launch synchronise; the last program of a group resets its counter to 0.
 
-    There is one buffer per device, shared by all kernels, since launches are ordered on one stream.
+    There is one buffer per :class:`LaunchState` and device, shared by all kernels: the launches of one engine are ordered.
 
     Raises:
         CaptureError: ``count`` is too large, or the buffer would be allocated during a capture.
     """
+    counters = _state.get().counters
     if count > SEMAPHORES:
         raise CaptureError("semaphores", f"at most {SEMAPHORES}", count)
-    if device not in _semaphores:
+    if device not in counters:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise CaptureError("semaphores", "a warm-up before the capture", "the first launch, captured")
-        _semaphores[device] = torch.zeros(SEMAPHORES, dtype=torch.int32, device=device)
-    return _semaphores[device]
+        counters[device] = torch.zeros(SEMAPHORES, dtype=torch.int32, device=device)
+    return counters[device]

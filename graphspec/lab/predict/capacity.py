@@ -64,6 +64,8 @@ class Capacity:
         chunks: sizes of prefill chunks that ``parts`` is computed for.
         runtime: of the planned engine, and why.
         states: of one row; None: no layer is recurrent.
+        served: of the engine with the configured rows and context, where its rows share what fits: ``(rows, context, tokens)``; tokens are
+            those of its pools, 0: not even one row fits. None: the memory of the hardware is not known.
     """
 
     parts: tuple[tuple[str, int, bool], ...]
@@ -77,6 +79,7 @@ class Capacity:
     chunks: tuple[int, ...]
     runtime: str
     states: StateCost | None = None
+    served: tuple[int, int, int] | None = None
 
     @property
     def total(self) -> int:
@@ -95,6 +98,7 @@ class Capacity:
             "budget": self.budget,
             "rows_that_fit": self.rows,
             "context_that_fits": self.longest,
+            "served": dict(zip(("rows", "context", "pool_tokens"), self.served, strict=True)) if self.served else None,
             "prefill_chunks": list(self.chunks),
             "runtime": self.runtime,
             "states": asdict(self.states) if self.states is not None else None,
@@ -134,12 +138,17 @@ def capacity(
         return found.total <= found.budget
 
     longest = pair.target.longest_context
-    most = longest_context = None
+    most = longest_context = served = None
     if memory is not None:
         most = _largest(lambda rows: fits(rows, context), MOST_ROWS)
         page = config.runtime.page_size
         pages = _largest(lambda count: fits(1, min(count * page, longest)), -(-longest // page))
         longest_context = min(pages * page, longest)
+        lanes, whole = config.runtime.max_rows, config.model.max_context or longest
+        chosen, planned = engine_plan(config, pair, shape, lanes, whole, device=device, dtype=dtype, memory=memory)
+        chosen = replace(chosen, runtime=replace(chosen.runtime, num_pages=config.runtime.num_pages))
+        fitted, its = fit_memory(planned, chosen, _weights(pair, planned, sizes))
+        served = (lanes, whole, (fitted.num_pages - 1) * page if its.total <= its.budget else 0)
     batches = config.plan.batches
     shown = max((batch for batch in batches if most is None or batch <= most), default=batches[0])
     engine, plan = at(shown, context)
@@ -160,6 +169,7 @@ def capacity(
         chunks=engine.prefill_chunks,
         runtime=str(engine.runtime),
         states=StateCost.of(recurrent, shape.num_draft_tokens, model.itemsize) if recurrent is not None else None,
+        served=served,
     )
 
 
@@ -180,8 +190,14 @@ def _plan(
     rows: int, context: int,
 ) -> tuple[Plan, MemoryPlan]:  # fmt: skip
     engine, plan = engine_plan(config, pair, shape, rows, context, device=device, dtype=dtype, memory=memory)
+    # Rows that are counted have their whole context, so the pools may not be smaller.
+    full = replace(engine, runtime=replace(engine.runtime, num_pages=plan.num_pages - 1))
+    return fit_memory(plan, full, _weights(pair, plan, sizes))
+
+
+def _weights(pair: ModelPair, plan: Plan, sizes: tuple[int, int]) -> tuple[int, int]:
     target, draft = (size + table for size, table in zip(sizes, _tables(pair, plan), strict=True))
-    return fit_memory(plan, engine, (target, draft))
+    return target, draft
 
 
 def _network_sizes(config: LaunchConfig, pair: ModelPair, model: FloorModel, plan: Plan) -> tuple[int, int]:

@@ -168,7 +168,7 @@ def record(plan: Plan, target: LlamaModel, draft: Any, lanes: int, sampling: Sam
     multiply = fused_linear(plan.numerics, products=Products(linear, linear_summed, matmul))
     callables: dict[str, Callable[..., Any]] = {op.name: launcher(op) for op in OPS}
     callables["linear"] = multiply
-    kernels = KernelSet(**{one.name: callables[one.name] for one in fields(KernelSet)})
+    kernels = KernelSet(**{one.name: callables[one.name] for one in fields(KernelSet) if one.name in callables})
     for network in (target, draft):
         if network is not None:
             use_kernels(network, kernels)

@@ -153,6 +153,9 @@ def memory_table(advice: Advice) -> Table:
     if found.rows is not None:
         fits = f"most rows at {found.context} tokens: {found.rows}; longest context of one row: {found.longest}"
         table.add_row(f"({fits if found.rows or found.longest else 'not even one row fits'})", "")
+    if found.served is not None:
+        rows, context, tokens = found.served
+        table.add_row(f"(runtime.max_rows={rows} rows of up to {context} share KV pools of {tokens} tokens)", "")
     return table
 
 

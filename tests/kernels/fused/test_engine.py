@@ -16,6 +16,7 @@ from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import ConfigError
 from graphspec.kernels import select_kernels
+from graphspec.kernels.fused.launch import semaphores
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.depths import Launches, ScriptedDepth
 from tests.support.engines import CHAIN, SMALL, TREE, Pair, ids, mirror_pair, prompts, random_pair
@@ -99,6 +100,21 @@ def test_every_op_is_fused(pair: Pair) -> None:
     kernels = select_kernels("fused", "auto", "cpu")
     references = select_kernels("reference", "reference", "cpu")
     assert not [one.name for one in fields(kernels) if getattr(kernels, one.name) is getattr(references, one.name)]
+
+
+def test_engines_share_no_counter(pair: Pair) -> None:
+    """A launch of one that is half done leaves a counter above 0; in the other's programs every last program is still the last."""
+    running, loading = (pair.llm(**FUSED, variant="none") for _ in range(2))
+    prompt_ids, params = prompts(1, lengths=(3,)), SamplingParams(max_tokens=2)
+    expected = ids(running.generate(prompt_ids, params))
+    scope = running.cycle.kernels.scope
+    assert scope is not None
+    with scope():
+        counters = semaphores(torch.device("cpu"), 1)
+        counters.fill_(1)
+    assert ids(loading.generate(prompt_ids, params)) == expected
+    assert bool((counters == 1).all()), "the other engine's launches arrived here"
+    assert not semaphores(torch.device("cpu"), 1).any(), "and nothing of either engine arrives in what belongs to none"
 
 
 def test_without_the_interpreter_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,3 +89,17 @@ def test_the_device_is_that_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     launching.launch(kernel, (1,), None, a, 3)
     assert entered == [a]
+
+
+def test_one_engine_launches_programmatically_and_another_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever was made last; a launch outside of both is not programmatic."""
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    kernel = Kernel()
+    kernel.arg_names = ("a", "PDL")
+    states = [launching.LaunchState(True), launching.LaunchState(False)]
+    with launching.recording() as launches:
+        for state in (*states, *reversed(states)):
+            with launching.launching(state):
+                launching.launch(kernel, (1,), torch.zeros(1))
+        launching.launch(kernel, (1,), torch.zeros(1))
+    assert [each.constexprs["PDL"] for each in launches] == [True, False, False, True, False]
