@@ -359,10 +359,8 @@ ANGELSLIM = {
     "qwen3-dflare": Published({**QWEN_BLOCK, "architectures": ["QwenDFlareDraftModel"], "dflash_config": TAPPED}, "dflash", "dflash",
         refused="architectures: expected a block drafter"),
 }  # fmt: skip
-ROWS = {
-    f"{source}: {name}": row for source, rows in ( ("SpecForge", SPECFORGE), ("SafeAILab", SAFEAILAB), ("speculators", SPECULATORS),
-    ("ModelOpt", MODELOPT_ROWS), ("AngelSlim", ANGELSLIM) ) for name, row in rows.items()
-}  # fmt: skip
+_SOURCES = {"SpecForge": SPECFORGE, "SafeAILab": SAFEAILAB, "speculators": SPECULATORS, "ModelOpt": MODELOPT_ROWS, "AngelSlim": ANGELSLIM}
+ROWS = {f"{source}: {name}": row for source, rows in _SOURCES.items() for name, row in rows.items()}
 
 
 def write_target(path: Path, family: str) -> Path:
