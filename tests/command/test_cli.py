@@ -227,11 +227,11 @@ def test_jsonl_requests_carry_their_own_sampling(run, tmp_path):
         ('{"prompt": 3}', '"prompt"'),
         (
             '{"prompt": "a", "top_q": 1}',
-            "top_q: expected a key of a request, found 1 (did you mean top_p?; keys are prompt, messages, max_tokens",
+            "top_q: found top_q = 1 (did you mean top_p?), expected one of prompt, messages, max_tokens",
         ),
         (
             '{"prompt": "a", "max_new_tokens": 1}',
-            "max_new_tokens: expected a key of a request, found 1 (here it is max_tokens, as in vLLM; keys",
+            "max_new_tokens: found max_new_tokens = 1 (here it is max_tokens, as in vLLM), expected one of prompt",
         ),
         ('{"prompt": "a", "logit_bias": {"x": 1}}', "token ids and numbers"),
         ('{"prompt": "a", "logprobs": "x"}', "expected an integer"),
