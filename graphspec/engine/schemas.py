@@ -60,6 +60,48 @@ def check_schema(key: str, schema: Any) -> Any:
     return {**found, "$defs": defined} if defined else found
 
 
+def object_schema(key: str, schema: Any) -> dict[str, Any]:
+    """The objects that fit a schema, as a schema: that of a function's arguments, for example.
+
+    Raises:
+        RequestError: it allows no object.
+    """
+    found = _objects(key, schema, References(schema), 0)
+    given = schema if isinstance(schema, dict) else {}
+    # References still lead to the parts of the whole schema.
+    rest = {name: value for name, value in given.items() if name in DEFINITIONS or name not in (*found, "$ref")}
+    return found | rest
+
+
+def _objects(key: str, schema: Any, references: References, depth: int) -> dict[str, Any]:
+    if schema is True:
+        return {"type": "object"}
+    kind = schema.get("type", "object") if isinstance(schema, dict) and depth <= DEEPEST else None
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise RequestError(key, "a schema of objects", brief(schema))
+    if "$ref" in schema:
+        if others := ASSERTIONS.intersection(schema) - {"$ref"}:
+            raise RequestError(f"{key}.$ref", "no other assertion next to it", ", ".join(sorted(others)))
+        return _objects(key, references.target(f"{key}.$ref", schema["$ref"]), references, depth + 1)
+    for name in ("anyOf", "oneOf", "allOf"):
+        if isinstance(parts := schema.get(name), list):
+            found = []
+            for place, part in enumerate(parts):
+                try:
+                    found.append(_objects(f"{key}.{name}[{place}]", part, references, depth + 1))
+                except RequestError:
+                    # An alternative without objects goes; all parts of allOf have to have some.
+                    if name == "allOf" or (not found and place == len(parts) - 1):
+                        raise
+            return {**schema, name: found}
+    for name, values in (("const", [schema.get("const")]), ("enum", schema.get("enum"))):
+        if name in schema and isinstance(values, list):
+            if not (left := [value for value in values if isinstance(value, dict)]):
+                raise RequestError(f"{key}.{name}", "an object", brief(schema[name]))
+            return {**schema, **({"enum": left} if name == "enum" else {})}
+    return {**schema, "type": "object"}
+
+
 class _Checker:
     """Checks and writes the parts of one schema.
 

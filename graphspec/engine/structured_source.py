@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from ..checks import brief
+from ..errors import RequestError
 from .patterns import written
 from .schemas import check_schema
 from .structured import KEY, Structured
@@ -32,10 +34,17 @@ def prepared(structured: Structured) -> str:
     return json.dumps(_in_tag(key, json.loads(given))) if kind == "structural_tag" else str(given)
 
 
+def _ordered(key: str, given: Any) -> Any:
+    if given is not False:
+        raise RequestError(key, "false: xgrammar doesn't check required properties otherwise", brief(given))
+    return given
+
+
 _IN_TAGS: dict[str, Callable[[str, Any], Any]] = {
     "json_schema": check_schema,
     # Of tags in the older notation.
     "schema": check_schema,
+    "any_order": _ordered,
     "pattern": lambda key, given: written(key, given, json=False) if isinstance(given, str) else given,
 }
 """Keys of a structural tag, at any depth, whose values are checked and written."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checks import brief
+from ..engine.schemas import check_schema, object_schema
 from ..engine.stops import overlap
 from .errors import bad_field
 from .json_objects import SPACE, NotAnObjectError, ObjectScanner
@@ -70,6 +71,7 @@ def read_tools(tools: object, choice: object, *, parallel: bool = True) -> Tools
 
     Raises:
         ApiError: 400, invalid tools, or a choice that is not supported.
+        RequestError: a call is required, and the schema of its arguments can't be enforced.
     """
     if tools is None or tools == []:
         if choice not in (None, "none"):
@@ -86,61 +88,42 @@ def read_tools(tools: object, choice: object, *, parallel: bool = True) -> Tools
         return Tools(tuple(tools), read=True)
     if choice == "none":
         return Tools()
+    keyed = [(f"tools[{place}]", tool) for place, tool in enumerate(tools)]
     if choice == "required":
-        return Tools(tuple(tools), read=True, form=_calls_of(tools, single=not parallel))
+        return Tools(tuple(tools), read=True, form=_calls_of(keyed, single=not parallel))
     wanted = choice.get("function") if isinstance(choice, dict) else None
-    chosen = [tool for tool in tools if isinstance(wanted, dict) and tool["function"]["name"] == wanted.get("name")]
+    chosen = [(key, tool) for key, tool in keyed if isinstance(wanted, dict) and tool["function"]["name"] == wanted.get("name")]
     if not chosen:
         raise bad_field("tool_choice", "one of " + ", ".join(CHOICES) + ", or a function among tools", "something else")
     return Tools(tuple(tools), read=True, form=_calls_of(chosen[:1], single=True))
 
 
-def _calls_of(tools: Sequence[Mapping[str, Any]], *, single: bool) -> dict[str, Any]:
-    """The format of a text that consists of one or more calls of these functions."""
-    tags = [
-        {
-            "type": "tag",
-            "begin": f'{BEGIN}\n{{"name": {json.dumps(tool["function"]["name"])}, "arguments": ',
-            "content": {"type": "json_schema", "json_schema": _arguments_schema(tool["function"])},
-            "end": f"}}\n{END}",
-        }
-        for tool in tools
-    ]
-    form = {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True, "stop_after_first": single}
-    return {"type": "structural_tag", "format": form}
+def _calls_of(tools: Sequence[tuple[str, Mapping[str, Any]]], *, single: bool) -> dict[str, Any]:
+    """The format of a text that consists of one or more calls of these functions.
 
-
-def _arguments_schema(function: Mapping[str, Any]) -> Any:
-    """The schema of a function's arguments, which allows objects and nothing else.
+    Args:
+        tools: each with the key of its field.
+        single: the text is one call.
 
     Raises:
-        ApiError: 400, it allows no object.
+        RequestError: a schema of arguments that allows no object, or that can't be enforced.
     """
-    schema = function.get("parameters") or {}
-    if (found := _of_objects(schema)) is None:
-        raise bad_field(f"tools: {brief(function['name'])}.parameters", "a schema of objects", brief(schema))
-    return found
-
-
-def _of_objects(schema: Any) -> Any:
-    """What is left of a schema when only objects are allowed; None: nothing."""
-    if not isinstance(schema, dict):
-        return {"type": "object"} if schema is True else None
-    for name in ("anyOf", "oneOf", "allOf"):
-        if isinstance(schema.get(name), list):
-            parts = [_of_objects(part) for part in schema[name]]
-            left = [part for part in parts if part is not None]
-            return {**schema, name: left} if left and (name != "allOf" or len(left) == len(parts)) else None
-    if "enum" in schema and isinstance(schema["enum"], list):
-        left = [value for value in schema["enum"] if isinstance(value, dict)]
-        return {**schema, "enum": left} if left else None
-    if "const" in schema:
-        return schema if isinstance(schema["const"], dict) else None
-    if "$ref" in schema:
-        # Its target is resolved and checked with the rest of the schema. Other values than objects are content then, as any wrong call is.
-        return schema
-    kinds = schema.get("type", "object")
-    return {**schema, "type": "object"} if kinds == "object" or (isinstance(kinds, list) and "object" in kinds) else None
+    tags = []
+    for key, tool in tools:
+        function = tool["function"]
+        schema = object_schema(f"{key}.function.parameters", function.get("parameters") or {})
+        # Here, for its key; the whole form is checked again.
+        check_schema(f"{key}.function.parameters", schema)
+        tags.append(
+            {
+                "type": "tag",
+                "begin": f'{BEGIN}\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": ',
+                "content": {"type": "json_schema", "json_schema": schema},
+                "end": f"}}\n{END}",
+            }
+        )
+    form = {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True, "stop_after_first": single}
+    return {"type": "structural_tag", "format": form}
 
 
 class CallReader:

@@ -103,6 +103,14 @@ def test_a_grammar_without_a_text_is_one_error(grammar: str) -> None:
         assert all(walk(found, random.Random(seed)) in ("", "a") for seed in range(8))
 
 
+def test_a_tag_in_any_order_is_refused() -> None:
+    """With it xgrammar takes an object without its required properties."""
+    schema = {"type": "object", "properties": {"a": DIGIT, "b": DIGIT}, "required": ["a"]}
+    content = {"type": "json_schema", "json_schema": schema, "any_order": True}
+    with pytest.raises(RequestError, match=r"structural_tag\.format\.any_order: expected false"):
+        compiled(structural_tag={"type": "structural_tag", "format": content})
+
+
 @pytest.mark.parametrize("keyword", [{"not": {"const": 4}}, {"uniqueItems": True}, {"$ref": "other.json"}, {"pattern": 'a"b'}])
 def test_every_way_in_has_the_same_check(keyword: dict[str, Any]) -> None:
     kind = "array" if "uniqueItems" in keyword else "string"

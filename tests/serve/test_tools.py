@@ -11,7 +11,6 @@ import pytest
 from graphspec.engine.grammar import compile_grammar
 from graphspec.engine.structured import Structured
 from graphspec.errors import RequestError
-from graphspec.serve.errors import ApiError
 from graphspec.serve.json_objects import ObjectScanner
 from graphspec.serve.tools import BEGIN, END, CallReader, read_tools
 from tests.engine.test_patterns import compiler
@@ -146,7 +145,11 @@ OBJECT = {"type": "object"}
         ({"parameters": {"type": ["null", "object"]}}, OBJECT),
         ({"parameters": {"anyOf": [{"type": "string"}, {"properties": {}}]}}, {"anyOf": [{"properties": {}, "type": "object"}]}),
         ({"parameters": {"enum": [1, {"a": 2}]}}, {"enum": [{"a": 2}]}),
-        ({"parameters": {"$ref": "#/$defs/a", "$defs": {"a": OBJECT}}}, {"$ref": "#/$defs/a", "$defs": {"a": OBJECT}}),
+        ({"parameters": {"$ref": "#/$defs/a", "$defs": {"a": OBJECT}}}, {"type": "object", "$defs": {"a": OBJECT}}),
+        (
+            {"parameters": {"$ref": "#a", "$defs": {"a": {"$anchor": "a", "enum": [{}, 2]}}}},
+            {"enum": [{}], "$anchor": "a", "$defs": {"a": {"$anchor": "a", "enum": [{}, 2]}}},
+        ),
     ],
 )
 def test_required_calls_have_arguments_that_are_objects(function: dict[str, Any], schema: dict[str, Any]) -> None:
@@ -156,25 +159,31 @@ def test_required_calls_have_arguments_that_are_objects(function: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    "parameters", [{"type": "string"}, {"type": ["null"]}, {"const": 3}, {"enum": [1]}, {"allOf": [OBJECT, {"type": "null"}]}]
+    ("parameters", "place"),
+    [
+        ({"type": "string"}, ""),
+        ({"type": ["null"]}, ""),
+        ({"const": 3}, ".const"),
+        ({"enum": [1]}, ".enum"),
+        ({"allOf": [OBJECT, {"type": "null"}]}, ".allOf[1]"),
+        ({"anyOf": [{"type": "null"}, {"type": "string"}]}, ".anyOf[1]"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "string"}}}, ""),
+        ({"$ref": "#/$defs/a"}, ".$ref"),
+        ({"type": "object", "not": {}}, ".not"),
+        ({"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}, ".properties.'a'.uniqueItems"),
+    ],
 )
-def test_a_schema_without_objects_is_refused_where_a_call_is_required(parameters: dict[str, Any]) -> None:
-    with pytest.raises(ApiError, match=r"'f'\.parameters.*expected a schema of objects"):
-        read_tools(tool(parameters=parameters), "required")
-
-
-@pytest.mark.parametrize(
-    "parameters", [{"type": "object", "not": {}}, {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}]
-)
-def test_schemas_of_tools_are_checked_as_all_schemas_are(parameters: dict[str, Any]) -> None:
-    form = read_tools(tool(parameters=parameters), "required").form
-    with pytest.raises(RequestError, match="keywords that xgrammar enforces"):
-        compile_grammar(compiler(), Structured(structural_tag=form))
+def test_a_required_call_needs_a_schema_of_objects_that_can_be_enforced(parameters: dict[str, Any], place: str) -> None:
+    tools = [*tool(), *tool(parameters=parameters)]
+    with pytest.raises(RequestError) as caught:
+        read_tools(tools, "required")
+    assert caught.value.key == f"tools[1].function.parameters{place}"
+    assert read_tools(tools, "auto").form is None
 
 
 def test_a_name_with_marks_and_quotes_is_written_and_read_back() -> None:
-    name = f'a "{END}" b'
+    name = f'\u00e9 "{END}" b'
     form = read_tools([{"type": "function", "function": {"name": name}}], "required").form
     assert form is not None
     tag = form["format"]["tags"][0]
-    assert read(tag["begin"] + '{"x": 1}' + tag["end"]) == ("", [(name, '{"x": 1}')])
+    assert "\u00e9" in tag["begin"] and read(tag["begin"] + '{"x": 1}' + tag["end"]) == ("", [(name, '{"x": 1}')])
