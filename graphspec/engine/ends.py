@@ -17,8 +17,8 @@ def find_ends(facts: ModelFacts, tokenizer: Callable[[], Tokenizer] | None) -> d
 
     Args:
         facts: of the target, as its configuration has them.
-        tokenizer: of the checkpoint; None: it has none. Where it can't be loaded the configuration alone counts: token ids as prompts
-            need no tokenizer, and whoever needs it is told.
+        tokenizer: of the checkpoint; None: it has none. Where it can't be loaded only the configuration counts: token ids as prompts need
+            no tokenizer, and a text as prompt gets the error.
     """
     ends = dict.fromkeys(facts.eos_token_ids, "configuration")
     try:

@@ -1,7 +1,7 @@
-"""How few tokens a text can have, without encoding it: a text that can't fit is refused at once.
+"""The fewest tokens that a text can have, without encoding it, so that a text that can't fit is refused at once.
 
-Every token stands for so many bytes of text at most. That bounds the number of tokens from below only where a tokenizer neither drops text
-nor has a token for unknown text of any length, which is read from ``tokenizer.json``. Of other tokenizers nothing is said.
+The bound is the bytes of the text over those of the longest token. It holds only for a tokenizer that drops no text and has no token for
+unknown text of any length; ``tokenizer.json`` says so. There is no bound for other tokenizers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RequestError
+from .spelling import BYTE_LETTERS
 
 NFC_SHRINKS = 4
 """Bytes of a text are at most this multiple of those of its form NFC: a character of two bytes has at most three components, of two or
@@ -67,8 +68,8 @@ def longest_token(document: Mapping[str, Any]) -> int | None:
     tokens = list(vocab) if isinstance(vocab, Mapping) else [token for token, _ in vocab]
     by_byte = any(part["type"] == "ByteLevel" for part in [*splitters, *_parts(document.get("normalizer"), "normalizers")])
     if by_byte and model["type"] == "BPE":
-        # One character for each byte. Without all 256 of them, text could be dropped.
-        if not set(_byte_characters()).issubset(tokens):
+        # Without a character for each of the 256 bytes, text could be dropped.
+        if not BYTE_LETTERS.keys() <= set(tokens):
             return None
         sizes = [len(token) for token in tokens]
     elif model["type"] in ("BPE", "Unigram") and model.get("byte_fallback"):
@@ -103,9 +104,3 @@ def _parts(step: Mapping[str, Any] | None, name: str) -> Iterable[Mapping[str, A
             yield from _parts(part, name)
     else:
         yield step
-
-
-def _byte_characters() -> list[str]:
-    """The characters that stand for the 256 bytes in a byte-level vocabulary, as GPT-2 chose them."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    return [chr(byte) for byte in shown] + [chr(0x100 + place) for place in range(256 - len(shown))]

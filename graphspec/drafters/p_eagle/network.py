@@ -28,7 +28,7 @@ class PEagleDraft(Eagle3Draft):
 
     Args:
         facts, max_positions, embed_tokens, lm_head: of :class:`~graphspec.drafters.eagle3.network.Eagle3Draft`.
-        mask_shape: of ``mask_hidden`` as the file has it: F numbers, behind any dimensions of one; None: ``[1, F]``.
+        mask_shape: shape of ``mask_hidden`` in the file, ``[F]`` after any number of leading ones; None: ``[1, F]``.
     """
 
     def __init__(
