@@ -239,15 +239,19 @@ def drawing_class(params: Any) -> SamplingClass:
     return SamplingClass(noise=hot, truncate=truncate, penalties=params.repetition_penalty != 1)
 
 
+PREPARED = ("greedy", "everything")
+"""Names of classes whose programs an engine prepares unless ``runtime.sampling_classes`` says otherwise."""
+
+
 def prepared_classes(names: Sequence[str] | None, defaults: SamplingDefaults, logprobs: int) -> tuple[SamplingClass, ...]:
     """Classes whose programs an engine prepares.
 
     Args:
-        names: ``runtime.sampling_classes``; None: greedy, that of requests that say nothing, and everything.
+        names: ``runtime.sampling_classes``; None: :data:`PREPARED`, and that of requests that say nothing.
         defaults: of the checkpoint.
         logprobs: alternatives of a class with log-probabilities.
     """
-    spelled = ("greedy", "everything") if names is None else names
+    spelled = PREPARED if names is None else names
     found = [each for name in spelled if (each := sampling_class_of(name, logprobs)) is not None]
     if names is None:
         found.insert(1, defaults.sampling_class)

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import pytest
 
-from graphspec.config import RuntimeConfig
+from graphspec.shapes import PREPARED
 from tests.support.codegen import Launches, compile_kernels
 from tests.support.programs import class_of, generate, gpu_plan, programs
 from tests.support.tiny import HYBRIDS, STRUCTURES
 
 SHORT = (("chain", "everything", "cycle"), ("chain", "everything", "prefill"))
-"""In the tier of kernels; ``make rehearse-gpu`` runs the others."""
+"""In the tier of kernels; the others are marked ``full``."""
 FLAGS = ("noise", "noise+truncate", "penalties", "bias", "allowed", "bad_words", "logprobs", "grammar", "prompt_logprobs")
-DEFAULTS = RuntimeConfig().sampling_classes
+DEFAULTS = PREPARED
 EVERY = (*STRUCTURES, *HYBRIDS)
 CASES = [
     *programs(DEFAULTS, EVERY),
