@@ -55,7 +55,9 @@ def test_a_runtime_that_the_device_lacks_or_that_does_not_exist_is_refused_with_
     with pytest.raises(ConfigError) as found:
         plan_on("cpu", name="captured")
     assert str(found.value).startswith("runtime: expected auto, eager or compiled on this machine")
-    with pytest.raises(ConfigError, match=r"^runtime\.name: expected one of auto, eager, compiled, captured, found 'capture'"):
+    with pytest.raises(
+        ConfigError, match=r"^runtime\.name: found 'capture' \(did you mean captured\?\), expected one of auto, eager, compiled, captured$"
+    ):
         RuntimeConfig(name="capture")
     with pytest.raises(ConfigError, match=r"^runtime\.name: expected one of auto, eager, compiled, captured, found 'graphs'"):
         LLM(runtime="graphs")

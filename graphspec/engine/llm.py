@@ -415,6 +415,8 @@ class LLM:
             self._close_ranks()
 
     def __repr__(self) -> str:
+        if "plan" not in vars(self):
+            return f"LLM(model={self.config.model.path!r}), not loaded" if "config" in vars(self) else "LLM(), not loaded"
         plan, shape = self.plan, f"({', '.join(map(str, self.plan.shape.numbers))})"
         return (
             f"LLM(model={self.config.model.path!r}, variant={plan.variant.name!r}, shape={shape}, runtime={plan.runtime.name!r}, "

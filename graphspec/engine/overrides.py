@@ -47,7 +47,7 @@ class Overrides(TypedDict, total=False):
     max_stop_ids: int
     max_logit_bias: int
     max_logprobs: int
-    sampling_classes: list[str]
+    sampling_classes: list[str] | None
     max_bad_words: int
     max_bad_word_tokens: int
 

@@ -333,7 +333,7 @@ def test_a_deleted_trie_drops_its_queue() -> None:
 @pytest.mark.parametrize(
     ("kind", "change", "words"),
     [
-        (NgramSettings, {"match": "dfs"}, r"variant\.ngram\.match: expected one of bfs, prob, found 'dfs'"),
+        (NgramSettings, {"match": "dfs"}, r"variant\.ngram\.match: found 'dfs' \(did you mean bfs\?\), expected one of bfs, prob"),
         (NgramSettings, {"min_window": 0}, r"variant\.ngram\.min_window: expected an integer >= 1, .*found 0"),
         (NgramSettings, {"max_window": 2.0}, r"variant\.ngram\.max_window: expected an integer, found 2\.0"),
         (NgramSettings, {"min_window": 9}, r"variant\.ngram\.max_window: expected an integer >= 9, .*found 8"),

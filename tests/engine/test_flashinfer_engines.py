@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from graphspec.config import Config, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
-from graphspec.engine import llm as llm_module
+from graphspec.engine import kernel_choice
 from graphspec.engine.diff import diff
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
@@ -90,9 +90,9 @@ def engine(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> Engine:
         functions = {f.name: getattr(references, f.name) for f in fields(references)}
         return FlashInferKernels(**functions, planner=Planner("cpu")) if attention == "flashinfer" else references
 
-    monkeypatch.setattr(llm_module, "select_kernels", kernels)
+    monkeypatch.setattr(kernel_choice, "select_kernels", kernels)
     # Other callers of the choice would raise that FlashInfer needs a GPU.
-    for module in (llm_module, memory):
+    for module in (kernel_choice, memory):
         monkeypatch.setattr(module, "resolve", lambda *_: "reference")
 
     def build(path: Path, attention: str = "flashinfer", **keys: Any) -> LLM:

@@ -15,6 +15,7 @@ from graphspec.engine.async_llm import LONG_TEXT, AsyncLLM, length_of
 from graphspec.engine.request import SamplingParams
 from graphspec.engine.text import Conversation
 from graphspec.engine.workers import Workers
+from graphspec.shapes import NEUTRAL
 
 PATIENCE = 60.0
 
@@ -100,6 +101,7 @@ def test_calls_of_one_kind_do_not_wait_for_another() -> None:
 
         class plan:
             max_rows = 1
+            sampling_defaults = NEUTRAL
 
         def __init__(self) -> None:
             self.go = threading.Event()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graphspec.engine import llm as llm_module
+from graphspec.engine import kernel_choice
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import CaptureError, ConfigError
@@ -283,7 +283,7 @@ def engine(pair: Pair, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> En
     """Engines on references, with the stand-in where a call may go to ``xqa``."""
     references = select_kernels("reference", "reference", "cpu")
     kernels = FlashInferKernels(**{f.name: getattr(references, f.name) for f in fields(references)}, planner=Planner("cpu"))
-    monkeypatch.setattr(llm_module, "select_kernels", lambda *_, **__: kernels)
+    monkeypatch.setattr(kernel_choice, "select_kernels", lambda *_, **__: kernels)
     monkeypatch.setattr(version, "DTYPES", ("float32",))
 
     def build(variant: str, **keys: Any) -> LLM:

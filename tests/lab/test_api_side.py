@@ -134,7 +134,7 @@ def test_requests_are_those_of_the_workload(server: str) -> None:
     one = side(server, requests=2)
     one.config.profile.api_key = None
     one.workload = type(one.workload)(
-        one.workload.requests, 2, 5, True, SamplingConfig(temperature=0.5, top_k=7, stop_token_ids=[3], logit_bias={4: -1.0})
+        one.workload.requests, 2, 5, True, SamplingConfig(temperature=0.5, top_k=7, stop_token_ids=[3], logit_bias={4: -1.0}).stated()
     )
     one.round()
     body = sorted(Handler.bodies, key=lambda body: body["seed"])[1]

@@ -10,6 +10,7 @@ import pytest
 
 from graphspec.command_options import LaunchConfig, ProfileConfig, WorkloadConfig
 from graphspec.config import AcceptConfig, RuntimeConfig, VariantConfig
+from graphspec.engine.request import SamplingParams
 from graphspec.errors import ConfigError, ResourceError
 from graphspec.lab.measure import compare, profile
 from graphspec.lab.measure.engine_side import EngineSide
@@ -62,7 +63,7 @@ def test_the_record_has_a_ratio_for_every_round(side: EngineSide, monkeypatch: p
 def passes(rule: str = "match", lossy: bool = False, temperature: float = 0.0, wrong: bool = False) -> dict[str, Any]:
     """The record of passes of known times; the first of each kind, which is not counted, takes long."""
     llm: Any = SimpleNamespace(plan=SimpleNamespace(accept=SimpleNamespace(rule=rule, lossy=lossy)))
-    rows = GrammarRows(llm, [[1]] * 4, [SimpleNamespace(temperature=temperature)] * 4, 1)  # type: ignore[list-item]
+    rows = GrammarRows(llm, [[1]] * 4, [SamplingParams(temperature=temperature).resolve()] * 4, 1)
     order: list[bool] = []
 
     def run(*, grammar: bool) -> Pass:

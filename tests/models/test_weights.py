@@ -144,7 +144,7 @@ def test_derived_facts(changes: dict[str, Any], attribute: str, expected: Any, c
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_parameters: factor"),
         ({"rope_parameters": {"sliding_attention": {"rope_type": "default"}}}, "rope_parameters: full_attention"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "mrope"}}, "rope_scaling: type"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "ntk"}}, "rope_scaling: type"),
         ({"rope_parameters": None, "rope_theta": -1}, "rope_theta"),
     ],
 )

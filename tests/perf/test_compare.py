@@ -88,7 +88,7 @@ __version__ = "0"
 now, scatter = [0.0], random.Random(os.getcwd())
 time.perf_counter = lambda: now[0]
 class SamplingParams:
-    def __init__(self, max_tokens, ignore_eos):
+    def __init__(self, max_tokens, temperature, ignore_eos):
         self.max_tokens = max_tokens
 class Output:
     def __init__(self, token_ids):

@@ -14,6 +14,7 @@ import torch
 from torch.utils._device import _device_constructors
 
 from graphspec.config import Config
+from graphspec.engine import kernel_choice
 from graphspec.engine import llm as llm_module
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
@@ -34,13 +35,13 @@ class Tapes(TapeCapturer):
         return Tape(recorder.steps, self.arena)
 
 
-def plan_here(config: Config, *arguments: Any, device: str) -> Plan:
+def plan_here(config: Config, *arguments: Any, device: str, **options: Any) -> Plan:
     """The plan of a GPU's engine on this CPU: reference kernels, captured if the plan is."""
     name = config.runtime.name
     runtime = resolve_runtime(name, device) if name == "auto" else Runtime(name)
     mode = "reference" if config.kernels.mode == "fused" else config.kernels.mode
     here = replace(config, runtime=replace(config.runtime, name="eager"), kernels=replace(config.kernels, mode=mode, attention="auto"))
-    return replace(make_plan(here, *arguments, device="cpu"), runtime=runtime)
+    return replace(make_plan(here, *arguments, device="cpu", **options), runtime=runtime)
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +70,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "select_kernels", lambda *_, **__: _kernels())
     monkeypatch.setattr(test_gpu_capture, "Capturer", Tapes)
     monkeypatch.setattr(cycle_module, "Capturer", Tapes)
-    monkeypatch.setattr(llm_module, "select_kernels", lambda *_, **__: _kernels())
+    monkeypatch.setattr(kernel_choice, "select_kernels", lambda *_, **__: _kernels())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
