@@ -136,8 +136,8 @@ class Check:
         return run_command(command, seconds, self.log, show=True), ""
 
     def buckets(self, seconds: float) -> Outcome:
-        """Baselines, JetSpec's shape, other kernels, batches."""
-        return self.latency(["baselines", "parallel", "buckets"], seconds)
+        """JetSpec's shape, baselines, other kernels, batches."""
+        return self.latency(["parallel", "baselines", "buckets"], seconds)
 
     def ops(self, seconds: float) -> Outcome:
         """Some of FlashInfer's ops next to ours."""

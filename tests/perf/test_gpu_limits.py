@@ -11,10 +11,14 @@ from typing import Any
 import pytest
 
 from graphspec.engine.engine import Engine
+from graphspec.lab.measure import programmatic
 from graphspec.shapes import GREEDY
-from tests.gpu import conftest, limits, test_gpu, test_gpu_capture
+from perf.gpu.budget import CALLS, MINUTES
+from perf.gpu.checks import PROCESSES
+from tests.gpu import conftest, limits, test_gpu, test_gpu_capture, test_gpu_programmatic
 
 Case = tuple[dict[str, Any], list[Any]]
+MODULES = (test_gpu, test_gpu_capture, test_gpu_programmatic)
 
 
 def cases(function: FunctionType) -> Iterator[Case]:
@@ -36,12 +40,13 @@ def item(parameters: dict[str, Any], marks: list[Any]) -> Any:
     return SimpleNamespace(get_closest_marker=lambda name: marker, callspec=SimpleNamespace(params=parameters))
 
 
-TESTS = [
-    pytest.param(function, id=name)
-    for module in (test_gpu, test_gpu_capture)
+FUNCTIONS = [
+    function
+    for module in MODULES
     for name, function in vars(module).items()
     if name.startswith("test_") and isinstance(function, FunctionType) and {"LLM", "demo"} & {*function.__code__.co_names}
 ]
+TESTS = [pytest.param(function, id=function.__name__) for function in FUNCTIONS]
 
 
 @pytest.mark.parametrize("function", TESTS)
@@ -60,16 +65,33 @@ def test_a_check_has_time_for_what_it_compiles(function: FunctionType, monkeypat
                     self.depth_policy.observe(self.plan.buckets[-1], depth, [])
             return [SimpleNamespace(token_ids=[]) for _ in prompts]
 
-    for module in (test_gpu, test_gpu_capture):
+    for module in MODULES:
         monkeypatch.setattr(module, "LLM", Counted)
     for parameters, marks in cases(function):
         programs.clear()
         given = parameters | ({"expected": [[]] * len(test_gpu.PROMPTS)} if "expected" in function.__code__.co_varnames else {})
         # What it looks at after its last engine is not there.
-        with suppress(AssertionError, AttributeError, pytest.fail.Exception):
-            function(**given)
+        with pytest.MonkeyPatch.context() as patch, suppress(AssertionError, AttributeError, pytest.fail.Exception):
+            function(**given, **({"monkeypatch": patch} if "monkeypatch" in function.__code__.co_varnames else {}))
         assert programs, parameters
         assert conftest.seconds_of(item(parameters, marks)) >= limits.OVERHEAD + limits.PROGRAM * sum(programs), (parameters, programs)
+
+
+def test_the_comparison_of_programmatic_launch_builds_few_programs() -> None:
+    """On its own it builds every engine in one process, within the ten minutes of a call."""
+    engines = [engine for shape in programmatic.SHAPES for engine in test_gpu_programmatic.engines(shape)]
+    assert len(engines) == 2 * len(programmatic.SHAPES) * len(programmatic.DTYPES)
+    assert {limits.programs_of(limits.plan_of(engine)) for engine in engines} == {3}
+    assert limits.seconds(engines) <= 60 * MINUTES
+
+
+def test_the_second_call_has_time_for_every_program() -> None:
+    """Its longest test, and all of them spread over the processes; each check that builds no engine is counted as one program."""
+    [part] = CALLS["second"]
+    items = [(function, item(*case)) for function in FUNCTIONS for case in cases(function)]
+    seconds = [max(limits.PROGRAM, conftest.seconds_of(one) - limits.OVERHEAD) for _, one in items]
+    assert max(seconds) + limits.OVERHEAD <= part.most
+    assert limits.OVERHEAD + sum(seconds) / PROCESSES <= part.most
 
 
 def test_the_programs_of_a_plan_are_those_an_engine_builds() -> None:

@@ -27,6 +27,8 @@ SHAPES: Mapping[str, dict[str, Any]] = {
 DTYPES = ("float32", "bfloat16")
 ROUNDS = 4
 TOKENS = 96
+ENGINE: Mapping[str, Any] = {"max_rows": 4, "buckets": [1, 4], "prefill_chunks": [32], "sampling_classes": []}
+"""Few programs: every engine compiles its own."""
 PROMPTS = tuple([(7 * row + 3 * i) % 400 + 3 for i in range(9 + 5 * row)] for row in range(4))
 
 
@@ -71,7 +73,7 @@ def compare(build: Callable[..., LLM] = LLM, device: str = "cuda", runtime: str 
     """
     for name, shape in SHAPES.items():
         for dtype in DTYPES if device == "cuda" else DTYPES[:1]:
-            keys = {**shape, "dtype": dtype, "device": device, "runtime": runtime, "mode": mode, "max_rows": 4, "buckets": [1, 2, 4]}
+            keys = {**shape, "dtype": dtype, "device": device, "runtime": runtime, "mode": mode, **ENGINE}
             expected, found = (tokens_of(build, **keys, programmatic_launch=flag) for flag in (False, True))
             yield Finding(f"{name}, {dtype}", sum(map(len, expected)), first_difference(expected, found))
 
