@@ -19,7 +19,7 @@ PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) $(SPREAD)
 KERNELS := 'kernels and not full and not gpu and not browser and not clients'
 BOTH := 'not full and not gpu and not browser and not clients'
 
-.PHONY: help demo test test-kernels test-full test-browser test-clients test-oldest fuzz soak lint format snapshots features gpu-check acceptance train-demo bench compare guard wheel clean race docs
+.PHONY: help demo test test-kernels test-full test-browser test-clients test-oldest fuzz soak lint format snapshots features gpu-check rehearse-gpu acceptance train-demo bench compare guard wheel clean race docs
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -88,10 +88,15 @@ features: $(STAMP) ## write docs/features.md from the tests that pass
 	$(PYTEST) -m $(BOTH) --write-features
 
 CALL ?= first
-OUT ?= perf/results
+OUT ?= gpu-results
 # Not $(STAMP): a GPU machine may have no network to make .venv from, and has its own torch. Where there is a .venv it is used.
 gpu-check: ## all that needs a GPU, in calls of ten minutes (perf/gpu/RUNBOOK.md); CALL=first, second or third, OUT=folder of the results
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m perf.gpu_check --call $(CALL) --out $(OUT)
+
+# Needs a Python 3.12 and about 7 GB of disk: the torch of a GPU machine, and what it needs.
+REPLICA ?= python3.12
+rehearse-gpu: $(STAMP) ## the first call on a GPU, rehearsed without one, with the packages of such a machine alone, in .venv-gpu-replica
+	$(BIN)/python -m perf.gpu.rehearse --python $(REPLICA)
 
 bench: $(STAMP) ## measure speed, all sides in one run; README's table
 	$(BIN)/python -m perf.speed --readme
@@ -124,4 +129,4 @@ wheel: $(STAMP) ## build the wheel into dist/
 	$(BIN)/python -m build --wheel
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) $(OLDEST) $(CLIENTS) site dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(CLIENTS) .venv-gpu-replica site dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

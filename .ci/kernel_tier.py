@@ -1,5 +1,9 @@
 """Prints the test targets that a change needs: ``test``, and ``test-kernels`` unless nothing that tier covers has changed.
 
+The rehearsal of a GPU machine has a cheap half in them: ``test`` runs everything with the packages of such a machine alone, whatever has
+changed (tests/perf/test_gpu_machine.py), and ``test-kernels``, which also a change of perf/gpu brings, has Inductor write code for CUDA
+under the pinned torch (tests/kernels/test_cuda_code.py). ``make rehearse-gpu`` is the whole.
+
 Compared are the working tree and the last release tag; without one, what main was before: its first parent, on a branch the commit where
 it left main, or the revision given as the argument. Where git does not have that history, the tier runs. One line on stderr says what
 was chosen, and why.
@@ -18,6 +22,8 @@ ELSEWHERE = (
     "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md",
 )  # fmt: skip
 """What kernels, graphs and models are not built from and not tested by. Anything else counts, so that a new folder does."""
+COVERED = ("perf/gpu/",)
+"""Folders within these that count all the same."""
 
 
 def git(*arguments: str) -> str | None:
@@ -58,7 +64,7 @@ def main() -> None:
     changed = changes(found[0]) if found else None
     if found is None or changed is None:
         reason = "this clone does not have the history to compare with"
-    elif covered := [name for name in changed if not name.startswith(ELSEWHERE)]:
+    elif covered := [name for name in changed if name.startswith(COVERED) or not name.startswith(ELSEWHERE)]:
         reason = f"{covered[0]}{f' and {len(covered) - 1} more' if covered[1:] else ''} changed since {found[1]}"
     else:
         sys.stderr.write(f"kernel tier: left out, nothing it covers changed since {found[1]}\n")

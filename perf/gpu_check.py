@@ -5,14 +5,16 @@ engine, batches and baselines. ``perf/gpu/RUNBOOK.md`` explains each outcome. Ev
 leaves enough for the parts after it (``perf.gpu.budget``). ``--only`` runs some parts of any call; arguments after ``--`` go to pytest.
 
 All calls write into the folder of ``--out``. The file of a call has its provenance and a line for each probe and check, written as they
-come; the output of the parts is next to it in a ``.log``; latency and the whole engine have separate files. Tests that passed and rows that
-were measured in an earlier call, of the same code on the same kind of GPU, are left out, unless ``--again`` is given. On a machine without
-a CUDA device it reports that and claims nothing.
+come; the output of the parts is next to it in a ``.log``; latency and the whole engine have separate files. After each part, at the end and
+on a signal all of them are packed into one archive, ``gpu-results.tar.gz``. Tests that passed and rows that were measured in an earlier
+call, of the same code on the same kind of GPU, are left out, unless ``--again`` is given. On a machine without a CUDA device it reports
+that and claims nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections import Counter
@@ -26,8 +28,10 @@ from perf.gpu import checks, probes
 from perf.gpu.budget import CALLS, MINUTES, SHORTEST, Part, all_parts, allowed, needed
 from perf.gpu.install import install
 from perf.gpu.processes import run_command
-from perf.gpu.results import append, gather, read, tree_digest
+from perf.gpu.results import append, gather, pack_results, read, tree_digest
 
+OUT = ROOT / "gpu-results"
+"""Default of ``--out``; git ignores it."""
 NO_DEVICE = "no CUDA device: nothing was run, nothing is claimed"
 AGAIN = 75
 """Exit code of ``perf.gpu.latency`` when CUDA became unusable in its process and there was more to measure."""
@@ -82,6 +86,7 @@ class Check:
             print(f"== {part.name}, at most {seconds:.0f} s: {part.about}", flush=True)
             code, why = getattr(self, part.name)(seconds)
             self.note(part.name, code, self.clock() - began, why)
+            pack_results(self.options.out)
             if why == "hopeless" and not self.options.keep_going:
                 break
         self.summarise()
@@ -247,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     calls = "; ".join(f"{call}: {', '.join(part.name for part in parts)}" for call, parts in CALLS.items())
     parser.add_argument("--call", choices=CALLS, default="first", help=f"which parts to run (default: first). {calls}")
     parser.add_argument("--only", action="append", choices=names, help="a part to run instead, of any call; may be repeated")
-    parser.add_argument("--out", type=Path, default=ROOT / "perf" / "results", help="folder of the result files (default: perf/results)")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the result files (default: {OUT.name})")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for everything (default: {MINUTES})")
     parser.add_argument("--again", action="store_true", help="run and measure also what an earlier call has passed or measured")
     parser.add_argument("--keep-going", action="store_true", help="go on even when the probes show that nothing works")
@@ -261,7 +266,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not has_cuda():
         print(NO_DEVICE)
         return 0
-    return Check(options, parts, {**provenance(), "tree": tree_digest()}, time.monotonic, began).run()
+    for sign in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(sign, _end)
+    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        return Check(options, parts, {**provenance(), "tree": tree_digest()}, time.monotonic, began).run()
+    finally:
+        print(f"results and logs: {pack_results(options.out)}", flush=True)
+
+
+def _end(sign: int, _: object) -> None:
+    """Ends the call as an interrupt does: the running part is killed, and what there is is packed."""
+    raise SystemExit(128 + sign)
 
 
 if __name__ == "__main__":

@@ -37,9 +37,9 @@ def _cycle(rows: Sequence[dict[str, Any]], case: str, lanes: int = 1) -> dict[st
     return next((r for r in rows if r["kind"] == "cycle" and r["case"] == case and r["lanes"] == lanes), None)
 
 
-def target_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The table of aims and results."""
-    lines = ["| aim on an H200 | bound | found |", "|---|---|---|"]
+def target_lines(rows: Sequence[dict[str, Any]], gpu: str = "") -> list[str]:
+    """The table of aims and results; the latter were found on ``gpu``, whose bandwidth the floors are of."""
+    lines = [f"| aim on an H200 | bound | found{f' on {gpu}' if rows and gpu else ''} |", "|---|---|---|"]
     for title, case, bound, words in TARGETS:
         row = _cycle(rows, case)
         found = NOT_RUN
@@ -88,6 +88,12 @@ def engine_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def device(evidence: Evidence) -> str:
+    """Name of the GPU; empty: none is named."""
+    gpus = evidence.head.get("gpus")
+    return str(gpus[0]["name"]) if gpus else ""
+
+
 def state(evidence: Evidence | None) -> str:
     """A sentence on the checks: where they ran, and their outcome."""
     if evidence is None:
@@ -97,8 +103,7 @@ def state(evidence: Evidence | None) -> str:
     head, summaries, outcomes = evidence.head, evidence.summaries, Counter(evidence.outcomes().values())
     red = outcomes["failed"] + outcomes["error"]
     verdict = "all green" if evidence.verified else f"{red} red" if red else "not green: some were skipped or did not run"
-    gpu = head["gpus"][0]["name"] if head.get("gpus") else "a GPU"
-    where = f"one {gpu}, {head['date'][:10]}, revision {str(head['revision'])[:12]}"
+    where = f"one {device(evidence) or 'GPU'}, {head['date'][:10]}, revision {str(head['revision'])[:12]}"
     if not summaries:
         return f"`make gpu-check` on {where}: it has not come to the checks, so no figure of it is shown."
     text = f"`make gpu-check` on {where}: {outcomes['passed']} checks passed, {verdict}."
@@ -112,7 +117,7 @@ def section(evidence: Evidence | None) -> str:
     """The whole section."""
     shown = evidence is not None and evidence.verified
     rows, engine = (evidence.rows, evidence.engine) if evidence is not None and shown else ([], [])
-    parts = [state(evidence), "\n".join(target_lines(rows))]
+    parts = [state(evidence), "\n".join(target_lines(rows, device(evidence) if evidence is not None else ""))]
     if rows:
         widths = sorted({f"{row['bytes_per_second'] / 1e12:.2f}" for row in rows if row["kind"] == "bandwidth"})
         measured = f"Copy bandwidth in the runs of these: {' to '.join(dict.fromkeys((widths[0], widths[-1])))} TB/s. " if widths else ""

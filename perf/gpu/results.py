@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tarfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,25 @@ def append(file: Path, record: Mapping[str, Any]) -> None:
     """Append one line to a result file."""
     with file.open("a", encoding="utf-8") as sink:
         sink.write(json.dumps(record, default=str) + "\n")
+
+
+ARCHIVE = "gpu-results.tar.gz"
+
+
+def pack_results(folder: Path) -> Path | None:
+    """Put the results and logs of ``folder`` into one archive in it, in place of the one there; None: there are none.
+
+    Whole at any moment: it is written under another name first.
+    """
+    files = sorted(file for pattern in ("*.jsonl", "*.log") for file in folder.glob(pattern))
+    if not files:
+        return None
+    archive, draft = folder / ARCHIVE, folder / f".{ARCHIVE}"
+    with tarfile.open(draft, "w:gz") as tar:
+        for file in files:
+            tar.add(file, arcname=file.name)
+    draft.replace(archive)
+    return archive
 
 
 def read(file: Path) -> list[Record]:

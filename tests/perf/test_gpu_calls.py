@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -399,3 +400,40 @@ def test_a_baseline_without_its_graph_is_refused(monkeypatch: pytest.MonkeyPatch
             static_decode.require_graph(static_decode.skipped_graphs())
     monkeypatch.setattr(cudagraph_trees, "get_manager", lambda *_, **__: SimpleNamespace(roots={0: ["graph"]}))
     static_decode.require_graph(static_decode.skipped_graphs())
+
+
+ENDED = """
+import sys
+from pathlib import Path
+from perf import gpu_check
+from perf.gpu import install
+gpu_check.has_cuda = lambda: True
+def probes(check, seconds):
+    gpu_check.append(check.file, {"kind": "probe", "name": "device", "outcome": "passed", "seconds": 1.0, "message": ""})
+    print("begun", flush=True)
+    gpu_check.run_command([sys.executable, "-c", "import time; time.sleep(60)"], 60, check.log)
+    return 0, ""
+gpu_check.Check.probes = probes
+sys.exit(gpu_check.main(["--only", "probes", "--out", sys.argv[1]]))
+"""
+
+
+def test_what_was_found_is_packed_when_a_call_is_ended(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDED, str(tmp_path / "out")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        while "begun" not in process.stdout.readline():
+            assert process.poll() is None
+        process.terminate()
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + 15 and results.ARCHIVE in output
+    with tarfile.open(tmp_path / "out" / results.ARCHIVE) as archive:
+        archive.extractall(tmp_path / "back", filter="data")
+    [file] = (tmp_path / "back").glob("*.jsonl")
+    assert [record["kind"] for record in results.read(file)] == ["provenance", "probe"]
+
+
+def test_figures_carry_the_name_of_their_gpu() -> None:
+    assert "| found on NVIDIA H100 80GB HBM3 |" in readme.target_lines([CYCLE], "NVIDIA H100 80GB HBM3")[0]
+    assert readme.target_lines([], "NVIDIA H100 80GB HBM3")[0] == "| aim on an H200 | bound | found |"
+    assert [latency.GROUPS.index(name) for name in ("rows", "parallel", "baselines")] == [0, 1, 2]

@@ -291,7 +291,7 @@ def test_every_task_of_latency_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     file = tmp_path / "latency.jsonl"
     assert latency.main(["--device", "cpu", "--runtime", "eager", "--buckets", "1", "2", "--file", str(file)]) == 0, capsys.readouterr().out
     rows = results.read(file)
-    cycles = [*["cycle"] * 4, "draft_step", "baseline", "baseline", *["cycle"] * 4, *["cycle"] * 3]
+    cycles = [*["cycle"] * 4, "draft_step", *["cycle"] * 4, "baseline", "baseline", *["cycle"] * 3]
     assert [row["kind"] for row in rows] == ["provenance", "bandwidth", *cycles, "stages"]
     assert len({row["task"] for row in rows[2:]}) == len(rows) - 2
     # Nothing is left to do.

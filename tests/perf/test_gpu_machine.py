@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from perf.gpu import machine, probes
+from perf.gpu import machine, probes, rehearse
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -82,3 +82,18 @@ def test_the_tools_start_there(site: Path, tool: str) -> None:
     done = python(site, "-m", f"perf.gpu.{tool}", *arguments)
     wanted = "torch sees no CUDA device" if tool == "probes" else "usage:"
     assert wanted in done.stdout + done.stderr, (done.stdout + done.stderr)[-2000:]
+
+
+def test_a_rehearsal_names_what_failed_and_installs_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = [
+        ("right", ["-c", "print('usage: x')"], (0,), "usage:"),
+        ("other text", ["-c", "print('no')"], (0,), "usage:"),
+        ("other code", ["-c", "raise SystemExit('no CUDA device')"], (0,), "no CUDA device"),
+    ]
+    assert rehearse.rehearse(Path(sys.executable), tmp_path, steps) == ["other text", "other code"]
+    (tmp_path / ".installed").write_text(machine.MACHINE.read_text())
+    rehearse.install(tmp_path, "no-such-python")
+    assert "as it was" in capsys.readouterr().out
+    names = [name for name, *_ in rehearse.steps(2)]
+    assert names[-1] == "code" and {"imports", "collection", "probe", "first call", "budget"} <= set(names)
+    assert f"/{rehearse.ENVIRONMENT.name}/" in (ROOT / ".gitignore").read_text().splitlines()
