@@ -13,7 +13,7 @@ from tests.support.programs import class_of, generate, gpu_plan, programs
 from tests.support.tiny import HYBRIDS, STRUCTURES
 
 SHORT = (("chain", "everything", "cycle"), ("chain", "everything", "prefill"))
-"""In the tier of kernels; the others are marked ``full``."""
+"""In the tier of kernels; the others are marked ``full``, and ``make rehearse-gpu`` runs them all."""
 FLAGS = ("noise", "noise+truncate", "penalties", "bias", "allowed", "bad_words", "logprobs", "grammar", "prompt_logprobs")
 DEFAULTS = PREPARED
 EVERY = (*STRUCTURES, *HYBRIDS)
