@@ -14,7 +14,8 @@ from graphspec.serve.tools import BEGIN, END, CallReader
 
 PIECES = (
     BEGIN, END, BEGIN, '{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "arguments": null}', '{"name": "',
-    '"arguments": ', "{", "}", "[", "]", '"', "\\", "\\u00e9", "\\ud800", "NaN", "1e400", "-", "null", ",", ":", "\n", " ", "x", "\u00e9", "<tool", "</tool_call", "\x00", "0" * 500,
+    '"arguments": ', "{", "}", "[", "]", '"', "\\", "\\u00e9", "\\ud800", "NaN", "1e400",
+    "-", "null", ",", ":", "\n", " ", "x", "\u00e9", "<tool", "</tool_call", "\x00", "0" * 500,
 )  # fmt: skip
 REFERENCES = (
     "#",
