@@ -20,9 +20,10 @@ from graphspec.kernels.noise import counter_hash, gumbel_noise, mix32
 from graphspec.kernels.topk import stable_topk
 from graphspec.kernels.tree_attention import visible_slots
 from tests.support.fake_cuda import NoHostTraffic, load_cuda_guard
+from tests.support.interpreter import interpreter_warnings
 
 PAIRS = [
-    pytest.param(op, name, id=f"{op.name}-{name}", marks=[pytest.mark.kernels] if name == "fused" else [])
+    pytest.param(op, name, id=f"{op.name}-{name}", marks=[pytest.mark.kernels, *interpreter_warnings(op)] if name == "fused" else [])
     for op in OPS
     for name in op.implementations
 ]

@@ -15,6 +15,7 @@ from graphspec.kernels import OPS, KernelOp, fused
 from graphspec.kernels.fused.launch import INTERPRETED, launch, recording
 from graphspec.kernels.fused.races import CONSTANT, DISJOINT, STORED_ONCE
 from tests.kernels.fused._touches import meetings
+from tests.support.interpreter import interpreter_warnings
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="watches the interpreter")
 
@@ -50,7 +51,7 @@ def test_a_conflict_of_stores_is_found() -> None:
     assert met(_there_and_back, BARRIER=True) == []
 
 
-@pytest.mark.parametrize("op", [pytest.param(op, id=op.name) for op in OPS])
+@pytest.mark.parametrize("op", [pytest.param(op, id=op.name, marks=interpreter_warnings(op)) for op in OPS])
 def test_declared_stores_do_not_overlap(op: KernelOp) -> None:
     """In calls that launch a kernel with a declaration; the other kernels are checked in compiled form."""
     function = op.implementation("fused")
