@@ -178,7 +178,7 @@ def existing_ranks(size: int, device: str) -> Ranks | None:
     if owns:
         if "cuda" in _backend(device):
             torch.cuda.set_device(dist.get_node_local_rank())
-        dist.init_process_group(_backend(device), timeout=COLLECTIVE_TIMEOUT)
+        _init_group(_backend(device))
     if dist.get_world_size() != size:
         raise ConfigError(KEY, f"{dist.get_world_size()}, the processes that were started", size)
     ranks = Ranks(dist.get_rank(), size, owns_group=owns)
@@ -245,11 +245,19 @@ def _spawn(rank: int, given: bytes) -> Child:
     return child
 
 
+def _init_group(backend: str, **rendezvous: Any) -> None:
+    # Functions of this module have the group of the time of its import as a default. Imported later, by anything, it would hold ours after
+    # we have left it, and with it the threads that must not outlive the interpreter.
+    import torch.distributed.nn.functional  # noqa: F401
+
+    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **rendezvous)
+
+
 def join(rank: int, size: int, rendezvous: str, device: str) -> None:
     """Join the ranks of an engine on this machine, whose rendezvous is a file."""
     if device == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group(_backend(device), init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+    _init_group(_backend(device), init_method=f"file://{rendezvous}", rank=rank, world_size=size)
 
 
 def end_with_pipe(pipe: IO[bytes]) -> None:

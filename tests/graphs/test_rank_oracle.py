@@ -24,6 +24,7 @@ PROMPTS = prompts(3, (7, 1, 13), VOCAB_SIZE)
 SCRIPT = """
 import sys
 import torch
+import torch.distributed.nn.functional  # later its defaults would hold the group, and gloo's threads with it, to the interpreter's end
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
