@@ -1,7 +1,7 @@
 """Write what the docs take from the code: ``python docs/generate.py``.
 
-``docs/configuration.md`` comes from the docstrings of ``graphspec/config.py``, the layers in ``docs/design.md`` from the import contract in
-``pyproject.toml`` and the first sentence of each module's docstring.
+``docs/configuration.md`` comes from the docstrings of ``graphspec/config/schema.py``, the layers in ``docs/design.md`` from the import
+contract in ``pyproject.toml`` and the first sentence of each module's docstring.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ the bare key is a keyword of `LLM` (`page_size=1`; those of `sampling` are field
 `graphspec generate --cfg job` prints the result without running; an unknown key, a bad value and a contradiction each give one
 message and exit code 2.
 
-This page is written by `python docs/generate.py` from `graphspec/config.py`.
+This page is written by `python docs/generate.py` from `graphspec/config/schema.py`.
 """
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from graphspec.catalog import VARIANTS
-from graphspec.engine.folders import SHIPPED
+from graphspec.config.catalog import VARIANTS
+from graphspec.facts.folders import SHIPPED
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "graphspec"
@@ -37,9 +37,10 @@ GENERATED = {"build", "dist", "graphspec.egg-info", "multirun", "outputs", "site
 
 # Everything at the level of the plan and below, and the faces that --help and notebooks touch first.
 WITHOUT_TORCH = [
-    "graphspec", "graphspec.errors", "graphspec.native_build", "graphspec.shapes", "graphspec.static_tree", "graphspec.config",
-    "graphspec.catalog", "graphspec.layouts", "graphspec.facts", "graphspec.plan", "graphspec.compose", "graphspec.show.demo",
-    "graphspec.progress", "graphspec.show.inspect", "graphspec.cli", "graphspec.train_options",
+    "graphspec", "graphspec.errors", "graphspec.shapes", "graphspec.host.native_build", "graphspec.host.progress",
+    "graphspec.config.schema", "graphspec.config.catalog", "graphspec.config.compose", "graphspec.config.train_options",
+    "graphspec.facts", "graphspec.facts.layouts", "graphspec.plan.static_tree", "graphspec.plan.plan",
+    "graphspec.cli.demo", "graphspec.cli.inspect", "graphspec.cli.main",
     *(path.partition(":")[0] for path in VARIANTS.values()),
 ]  # fmt: skip
 
@@ -77,7 +78,7 @@ def test_the_plan_and_the_faces_import_no_torch():
 
 
 def test_below_the_faces_nothing_needs_hydra_rich_or_triton():
-    modules = ["graphspec.kernels", "graphspec.graphs.cycle", "graphspec.engine.llm"]
+    modules = ["graphspec.kernels", "graphspec.graphs.cycle", "graphspec.api.llm"]
     # Dynamo and Inductor take as long to import as all the rest; only programs that compile need them.
     no_compiler = "assert not {'torch._dynamo', 'torch._inductor'} & set(sys.modules)"
     done = python(BLOCK.format(blocked={"triton", "hydra", "omegaconf", "rich", "transformers"}, modules=modules) + no_compiler)

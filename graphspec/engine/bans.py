@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import RequestError
-from ..plan import Plan
+from ..plan.plan import Plan
 from ..shapes import WORD_BITS
+from ..text.tokenizer import Tokenizer
 from .request import Request, SamplingParams
-from .text import Tokenizer
 
 Table = np.ndarray[tuple[int, ...], np.dtype[Any]]
 GROUPS = frozenset(("bias", "allowed", "bad_words"))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
-from ..progress import Progress
+from ..host.progress import Progress
 from .depth import DepthPolicy
 from .launcher import Launcher
 from .request import Request

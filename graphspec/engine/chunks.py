@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ..graphs.programs import PrefillKey, tokens_of
 from ..graphs.stages.mailbox import Chunk, Join, Message, SharedPages
-from ..plan import Plan
+from ..plan.plan import Plan
 from ..shapes import MOST_PADDING, pick_bucket
 from .request import Request
 

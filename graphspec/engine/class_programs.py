@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..errors import ResourceError
 from ..graphs.programs import PrefillKey, prefill_keys
-from ..plan import Plan
+from ..plan.plan import Plan
 from ..shapes import GraphKey, SamplingClass
 
 

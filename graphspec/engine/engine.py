@@ -20,7 +20,7 @@ from typing import TypeVar
 from ..errors import ResourceError
 from ..graphs.cycle import Cycle
 from ..graphs.programs import Key, describe_class, prefill_keys
-from ..progress import Calls, Display, Progress
+from ..host.progress import Calls, Display, Progress
 from ..shapes import GREEDY, GraphKey, SamplingClass, pick_bucket
 from .calls import Call, CallerLeft, Exclusive, Handle
 from .class_programs import class_cost

@@ -7,7 +7,7 @@ import math
 from array import array
 from collections.abc import Sequence
 
-from ..plan import Plan
+from ..plan.plan import Plan
 from .pages import PageAllocator
 from .request import Request
 

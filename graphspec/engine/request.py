@@ -11,13 +11,13 @@ from itertools import islice
 from operator import or_
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from ..checks import INT32_MOST, brief, check_fields, cut, in_range, usable_temperature
-from ..config import SamplingConfig, check_sampling
+from ..config.checks import INT32_MOST, brief, check_fields, cut, in_range, usable_temperature
+from ..config.hints import hint_for_sampling
+from ..config.schema import SamplingConfig, check_sampling
 from ..errors import GraphspecError, RequestError
 from ..graphs.grammar import Grammar
-from ..hints import hint_for_sampling
 from ..shapes import GREEDY, NEUTRAL, SamplingClass, SamplingDefaults, drawing_class
-from .structured import Structured
+from ..text.structured import Structured
 
 Made = TypeVar("Made")
 
@@ -279,7 +279,7 @@ class RequestMetrics:
 
 
 class Stops(Protocol):
-    """Looks for a request's stop texts (:class:`graphspec.engine.stops.StopCheck`)."""
+    """Looks for a request's stop texts (:class:`graphspec.api.stops.StopCheck`)."""
 
     def cut(self, output: Sequence[int], tokens: list[int], status: int) -> tuple[list[int], int]: ...
 
@@ -287,7 +287,7 @@ class Stops(Protocol):
 
 
 class OutputGrammar(Grammar, Protocol):
-    """The grammar of a request, and its state after the output so far (:class:`graphspec.engine.grammar.RowGrammar`)."""
+    """The grammar of a request, and its state after the output so far (:class:`graphspec.api.grammar.RowGrammar`)."""
 
     def follow(self, output: Sequence[int]) -> bool: ...
 

@@ -7,9 +7,9 @@ from collections.abc import Set as AbstractSet
 
 import numpy as np
 
-from ..buffers import slot_groups
 from ..graphs.stages.mailbox import Mailbox
-from ..plan import Plan
+from ..plan.buffers import slot_groups
+from ..plan.plan import Plan
 from ..shapes import SamplingClass
 from . import bans
 from .request import Request

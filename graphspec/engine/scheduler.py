@@ -10,11 +10,11 @@ from collections.abc import Set as AbstractSet
 from functools import reduce
 from operator import or_
 
-from ..buffers import Status
 from ..errors import ConfigError, ResourceError
 from ..graphs.programs import Key, PrefillKey, tokens_of
 from ..graphs.stages.mailbox import Message
-from ..plan import Plan
+from ..plan.buffers import Status
+from ..plan.plan import Plan
 from ..shapes import MOST_PADDING, GraphKey, SamplingClass, pick_bucket
 from .admission import Deadlines, Queue
 from .bans import Table

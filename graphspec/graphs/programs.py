@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 
-from ..buffers import Views
-from ..catalog import load_object
+from ..config.catalog import load_object
 from ..kernels.registry import KernelSet, Scope
 from ..kernels.threads import torch_loops
-from ..plan import Plan
+from ..plan.buffers import Views
+from ..plan.plan import Plan
 from ..shapes import GraphKey, SamplingClass
 from .capture import ProgramCapturer, Signature, signature
 from .compilations import Compilations

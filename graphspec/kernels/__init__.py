@@ -14,48 +14,48 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from . import (
-    chain_layout,
+from .attention import (
     chunk_attention,
-    commit_rows,
+    kv_move,
+    latent_attention,
+    latent_chunk_attention,
+    latent_kv_write,
+    page_feature_write,
+    rope_kv_write,
+    tree_attention,
+)
+from .linear import linear, moe_mlp, moe_route
+from .op import KernelOp
+from .recurrent import (
     conv_shift,
     delta_chunk,
     delta_scan,
     delta_solve,
     delta_walk,
-    draft_level,
-    draft_topk,
-    draft_window,
-    filter_logits,
-    kv_move,
-    latent_attention,
-    latent_chunk_attention,
-    latent_kv_write,
-    linear,
-    mail_apply,
-    marginal_pool,
-    moe_mlp,
-    moe_route,
-    ngram_match,
-    noise,
-    page_feature_write,
-    rope_kv_write,
-    sample_tokens,
-    shard_topk,
     ssm_chunk,
     ssm_dual,
     ssm_scan,
     ssm_walk,
     state_commit,
-    take_last,
-    tree_attention,
-    tree_build,
     tree_conv,
+)
+from .registry import KernelSet
+from .sampling import filter_logits, noise, sample_tokens
+from .tree import (
+    chain_layout,
+    commit_rows,
+    draft_level,
+    draft_topk,
+    draft_window,
+    mail_apply,
+    marginal_pool,
+    ngram_match,
+    shard_topk,
+    take_last,
+    tree_build,
     tree_walk,
     verify_rows,
 )
-from .op import KernelOp
-from .registry import KernelSet
 
 OPS: tuple[KernelOp, ...] = (
     rope_kv_write.OP,
@@ -192,7 +192,7 @@ def select_kernels(
         dtype: of weights and KV.
         numerics: of fused linear layers: ``fast`` may choose by the number of rows, ``batch_invariant`` may not.
         programmatic_launch: fused kernels may start while the one before them drains.
-        linear_table: measured choices of fused linear layers (:class:`~graphspec.kernels.fused.linear_choice.LinearTable`); None: there
+        linear_table: measured choices of fused linear layers (``LinearTable``); None: there
             are none.
 
     Raises:
@@ -216,7 +216,7 @@ def select_kernels(
 
     def implementation(op: KernelOp) -> Callable[..., Any]:
         if op.name == "linear" and chosen["linear"] == "fused":
-            from .fused.linear import fused_linear
+            from .linear.fused.linear import fused_linear
 
             return fused_linear(numerics, linear_table)
         if op.name in ATTENTION_OPS or op.name == "linear":

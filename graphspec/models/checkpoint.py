@@ -1,4 +1,4 @@
-"""Reads checkpoint folders into modules by the tables of :mod:`graphspec.layouts`. Every tensor is checked before it is copied."""
+"""Reads checkpoint folders into modules by the tables of :mod:`graphspec.facts.layouts`. Every tensor is checked before it is copied."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..facts.files import find_file, plain, read_shards, require_file
+from ..facts.layouts import Layout
 from ..facts.sharding import joined
-from ..layouts import Layout
-from ..models.layers import Embedding
-from .layers import Linear, ParameterShards
+from .layers import Embedding, Linear, ParameterShards
 from .tensor_files import TensorFile, open_tensors
 
 if TYPE_CHECKING:

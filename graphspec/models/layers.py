@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..facts.sharding import Shard, Sharding
 from ..kernels.formulas import Rotation, rms_norm
-from ..kernels.linear import Hidden, finish, hidden_of, linear
+from ..kernels.linear.linear import Hidden, finish, hidden_of, linear
 from .attention import HeadTransform
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Linear(KernelModule):
         gated: bool = False,
         float32: bool = False,
     ) -> Hidden:
-        """``[..., in]`` to ``[..., out]``, a stream where ``residual`` is one; see :func:`graphspec.kernels.linear.linear`."""
+        """``[..., in]`` to ``[..., out]``, a stream where ``residual`` is one; see :func:`graphspec.kernels.linear.linear.linear`."""
         if norm is not None and norm.float32:
             x, norm = norm(x), None
         if self.packed is not None:

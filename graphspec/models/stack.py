@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ..kernels.formulas import Rotation
     from ..kernels.native import stack
-    from ..plan import Plan
+    from ..plan.plan import Plan
     from .attention import Attention, PagedAttention
 
 

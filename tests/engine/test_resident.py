@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphspec.engine.llm import LLM, SamplingParams
+from graphspec.api.llm import LLM, SamplingParams
 from graphspec.errors import ConfigError, ResourceError
 from graphspec.shapes import GREEDY, SamplingClass
 from tests.support.engines import CHAIN, Pair, ids, mirror_pair, prompts

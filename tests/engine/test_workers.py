@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from graphspec.engine.async_llm import LONG_TEXT, AsyncLLM, length_of
+from graphspec.api.async_llm import LONG_TEXT, AsyncLLM, length_of
+from graphspec.api.workers import Workers
 from graphspec.engine.request import SamplingParams
-from graphspec.engine.text import Conversation
-from graphspec.engine.workers import Workers
 from graphspec.shapes import NEUTRAL
+from graphspec.text.tokenizer import Conversation
 
 PATIENCE = 60.0
 
@@ -114,7 +114,7 @@ def test_calls_of_one_kind_do_not_wait_for_another() -> None:
             return "submitted"
 
     async def main() -> None:
-        from graphspec.engine.structured import Structured
+        from graphspec.text.structured import Structured
 
         engine = Slow()
         llm = AsyncLLM(engine)  # type: ignore[arg-type]

@@ -7,9 +7,10 @@ import torch
 
 from graphspec.errors import ConfigError
 from graphspec.graphs import programs
-from graphspec.kernels import ATTENTION_OPS, OPS, draft_topk, select_kernels
+from graphspec.kernels import ATTENTION_OPS, OPS, select_kernels
 from graphspec.kernels.native import cycle
 from graphspec.kernels.threads import team_threads, torch_loops
+from graphspec.kernels.tree import draft_topk
 
 WHOLE = tuple(op.name for op in OPS if "native" in op.implementations and op.name not in (*ATTENTION_OPS, "linear"))
 

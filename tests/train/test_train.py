@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from graphspec import cli
-from graphspec.compose import load_config
-from graphspec.engine.llm import LLM, SamplingParams
-from graphspec.engine.text import Tokenizer as CheckpointTokenizer
+from graphspec.api.llm import LLM, SamplingParams
+from graphspec.cli import main as cli
+from graphspec.config.compose import load_config
 from graphspec.errors import CheckpointError, ConfigError
-from graphspec.progress import progress_bars
+from graphspec.host.progress import progress_bars
+from graphspec.text.tokenizer import Tokenizer as CheckpointTokenizer
 from graphspec.train import checkpoint, token_map
 from graphspec.train.drafter import load_target
 from graphspec.train.optim import Optimizers

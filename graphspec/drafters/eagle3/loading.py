@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...layouts import Layout, TensorRule, decoder_rules
+from ...facts.layouts import Layout, TensorRule, decoder_rules
 from ...models.checkpoint import INTEGERS, Checkpoint, Progress
-from ...models.llama import LlamaModel
-from ..head_tensors import fill_head, looks_like, settle, settle_decoder
+from ...models.decoder import Decoder
+from ..heads.tensors import fill_head, looks_like, settle, settle_decoder
 from .network import Eagle3Draft
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def eagle3_checkpoint(facts: Eagle3Facts) -> tuple[Checkpoint, Eagle3Facts]:
 
 
 def load_head(
-    network: Callable[..., Network], layout: Layout, facts: Eagle3Facts, target: LlamaModel, max_positions: int, dtype: torch.dtype,
+    network: Callable[..., Network], layout: Layout, facts: Eagle3Facts, target: Decoder, max_positions: int, dtype: torch.dtype,
     device: torch.device | str, progress: Progress | None = None,
 ) -> Network:  # fmt: skip
     """The head of a checkpoint as a ``network``, with the tensor names of ``layout``.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import noise
-from ..filter_logits import filter_logits
+from ..sampling import noise
+from ..sampling.filter_logits import filter_logits
 from . import define_op
 from .call import call, dense, require
 
@@ -46,7 +46,7 @@ def sample_tokens(
     logits_BTV: Tensor, temperature_B: Tensor | None, seed_B: Tensor | None, position_BT: Tensor | None, top_k_B: Tensor | None,
     top_p_B: Tensor | None, min_p_B: Tensor | None, strict: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """:func:`graphspec.kernels.sample_tokens.sample_tokens` in C++; filters, if any, in torch."""
+    """:func:`graphspec.kernels.sampling.sample_tokens.sample_tokens` in C++; filters, if any, in torch."""
     drawn: tuple[Tensor, Tensor]
     if top_k_B is None:
         drawn = _sample_rows(logits_BTV, temperature_B, seed_B, position_BT, strict)
