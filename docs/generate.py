@@ -67,7 +67,7 @@ def _rows(node: ast.ClassDef, classes: dict[str, ast.ClassDef], prefix: str = ""
 
 def page() -> str:
     """The page's text."""
-    tree = ast.parse((ROOT / "graphspec" / "config.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "graphspec" / "config" / "schema.py").read_text(encoding="utf-8"))
     groups, out = _groups(tree), [HEAD]
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     for name, node in classes.items():

@@ -131,7 +131,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _run(name: str, config: LaunchConfig) -> int:
-    logger = logging.getLogger(__package__)
+    logger = logging.getLogger("graphspec")
     # stderr may have been replaced since the last call.
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("graphspec: %(levelname)s: %(message)s"))
@@ -316,7 +316,7 @@ def _command_of(module: str) -> Callable[[LaunchConfig], int]:
     """The ``run`` of a module that is imported when the command is given."""
 
     def run(config: LaunchConfig) -> int:
-        code: int = import_module(module, __package__).run(config)
+        code: int = import_module(module, "graphspec").run(config)
         return code
 
     return run

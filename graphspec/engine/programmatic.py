@@ -30,9 +30,8 @@ def identity(device: torch.device) -> dict[str, str]:
     from ..kernels.linear.fused.linear_choice import device_identity
 
     source = hashlib.sha256()
-    for file in sorted(files("graphspec.kernels.fused").iterdir(), key=lambda file: file.name):
-        if file.name.endswith(".py"):
-            source.update(file.read_bytes())
+    for file in sorted(Path(str(files("graphspec.kernels"))).rglob("fused/*.py")):
+        source.update(file.read_bytes())
     return {**device_identity(device), "cuda": str(torch.version.cuda), "kernels": source.hexdigest()[:20]}
 
 

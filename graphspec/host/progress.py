@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 """A user's own, called as ``progress(phase, done, total)``."""
 
-logger = logging.getLogger(__package__)
+logger = logging.getLogger("graphspec")
 
 
 class Display(Protocol):
