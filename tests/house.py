@@ -1,4 +1,4 @@
-"""The size of the house: ``python -m tests.house`` prints rooms, arrows between them, tokens of each, and the files that a warm call enters."""
+"""The size of the house: ``python -m tests.house`` prints rooms, arrows between them, tokens of each, and what a warm call enters."""
 
 from __future__ import annotations
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from ..config.checks import brief, in_range, typed, whole
+from ..config.checks import brief, in_range, real, typed, whole
 from ..config.hints import hint_for
 from ..config.schema import Config, ModelConfig, RuntimeConfig, VariantConfig
-from ..engine.request import SamplingParams
+from ..engine.request import Request, SamplingParams
 from ..errors import ConfigError, GraphspecError, RequestError
 from ..plan.plan import Plan
 from ..shapes import SamplingClass
+from ..text.tokenizer import check_text
 
 DEFAULTS = {"model": "demo", "variant": "eagle3", "draft": None, "runtime": "auto"}
 """Arguments of ``LLM`` that a whole configuration replaces."""
@@ -95,3 +96,42 @@ def check_cycles(cycles: object, plan: Plan) -> int:
     count = whole("cycles", cycles, RequestError)
     in_range("cycles", count, 1, max(1, plan.max_context - 2), error=RequestError)
     return count
+
+
+Priority = int | Sequence[int]
+"""Requests with a lower value get a row earlier and are preempted later when pages run out; among equals the earlier arrival goes first."""
+Deadline = float | Sequence[float | None] | None
+"""Seconds after its arrival at which a request ends with the tokens it has, ``finish_reason="deadline"``; None: never."""
+
+CacheSalt = str | Sequence[str | None] | None
+"""Requests share pages of common beginnings only with requests of the same salt. A salt that others don't know keeps them from finding
+out, by the time to the first token, which prompts were served before. None: shared with all others without one."""
+
+
+def set_call_options(requests: Sequence[Request], priority: object, deadline: object, cache_salt: object = None) -> None:
+    """Check the arguments and store them in a call's requests.
+
+    Raises:
+        RequestError: a value of another type or out of range, or not one for each prompt.
+    """
+    count = max((request.index for request in requests), default=-1) + 1
+    priorities, deadlines = _each("priority", priority, count), _each("deadline", deadline, count)
+    salts = _each("cache_salt", cache_salt, count)
+    for request in requests:
+        its_priority, its_deadline, its_salt = priorities[request.index], deadlines[request.index], salts[request.index]
+        request.priority = whole("priority", its_priority, RequestError)
+        if its_deadline is not None:
+            request.deadline = real("deadline", its_deadline, RequestError)
+            in_range("deadline", request.deadline, 0, error=RequestError)
+        if its_salt is not None:
+            request.cache_salt = check_text("cache_salt", its_salt)
+            if not its_salt:
+                raise RequestError("cache_salt", "a text of at least one character", "''")
+
+
+def _each(key: str, value: object, count: int) -> list[object]:
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(key, f"one value, or one for each of the {count} prompts", typed(value))
+    return list(value)

@@ -16,11 +16,11 @@ from ..engine.request import SamplingParams
 from ..errors import RequestError, ResourceError
 from ..shapes import GREEDY
 from ..text.tokenizer import Conversation, conversations
+from .arguments import CacheSalt, Deadline, Priority
 from .events import Stream
 from .llm import LLM
 from .outputs import Output, RequestOutput, StreamEvent, cumulative
 from .overrides import Arguments
-from .priority import CacheSalt, Deadline, Priority
 from .prompts import Params, Prompt, one_of_params
 from .workers import Workers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..engine.calls import Handle
+from ..engine.driver import Handle
 from ..engine.request import Request
 from .outputs import StreamEvent
 from .stops import OutputText

@@ -16,9 +16,9 @@ from ..config.catalog import load_object, resolve_variant
 from ..config.paths import user_path
 from ..config.schema import Config
 from ..engine import ranks
-from ..engine.calls import Exclusive
 from ..engine.depth import AdaptiveDepth, DeepestCycles, DepthPolicy
 from ..engine.device import prepare_device
+from ..engine.driver import Exclusive
 from ..engine.engine import Engine
 from ..engine.kernel_choice import choose_kernels, load_native
 from ..engine.launcher import Launcher
@@ -44,12 +44,21 @@ from ..plan.plan import Plan, make_plan
 from ..shapes import GREEDY, NEUTRAL, SamplingClass
 from ..text.ends import find_ends
 from ..text.tokenizer import Conversation, Tokenizer, conversations, has_tokenizer
-from .arguments import check_cycles, check_launcher, check_progress, check_warm_up, engine_config
+from .arguments import (
+    CacheSalt,
+    Deadline,
+    Priority,
+    check_cycles,
+    check_launcher,
+    check_progress,
+    check_warm_up,
+    engine_config,
+    set_call_options,
+)
 from .events import Stream
 from .grammar import Grammars
 from .outputs import Metrics, Output, StreamEvent, TreeSnapshot, make_output, summarise
 from .overrides import Overrides
-from .priority import CacheSalt, Deadline, Priority, set_call_options
 from .prompts import Params, Prompt, make_requests, one_of_params
 from .stops import OutputText
 

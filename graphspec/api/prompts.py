@@ -8,14 +8,13 @@ from numbers import Number
 from typing import Any, NotRequired, TypedDict
 
 from ..config.checks import brief, integers, is_array, typed
-from ..engine.bans import check_bans, encode_bad_words
 from ..engine.request import Request, ResolvedParams, SamplingParams, check_names
 from ..errors import CheckpointError, GraphspecError, RequestError
 from ..plan.plan import Plan
 from ..text.bounds import check_fits
 from ..text.tokenizer import Conversation, Tokenizer
 from .grammar import Grammars
-from .request_checks import check_params, check_prompt
+from .request_checks import check_bans, check_params, check_prompt, encode_bad_words
 from .stops import NothingNew, OutputText, StopCheck
 
 

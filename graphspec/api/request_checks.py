@@ -8,6 +8,7 @@ from ..config.checks import brief
 from ..engine.request import SamplingParams
 from ..errors import RequestError
 from ..plan.plan import Plan
+from ..text.tokenizer import Tokenizer
 
 
 def check_params(params: SamplingParams, plan: Plan, eos_ids: Sequence[int]) -> tuple[int, ...]:
@@ -67,3 +68,38 @@ def check_prompt(prompt: Sequence[int], plan: Plan) -> None:
             f"{needed} pages of {plan.page_size} for a prompt of {len(prompt)} tokens and the window after it",
             available,
         )
+
+
+def encode_bad_words(params: SamplingParams, plan: Plan, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of a request's bad words: of each word as it stands, and with a space in front of it.
+
+    Source: ``SamplingParams.update_from_tokenizer`` of vLLM, which takes the second only if it has as many tokens as the first.
+
+    Raises:
+        RequestError: a word of too many tokens, or too many sequences.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for place, word in enumerate(params.bad_words or ()):
+        plain, spaced = (tuple(tokenizer.inside(space + word.lstrip())) for space in ("", " "))
+        # Where the space is a token of its own, the rest is the word as it stands.
+        for tokens in (plain,) if spaced[-len(plain) :] == plain else (plain, spaced):
+            if not 1 <= len(tokens) <= plan.max_bad_word_tokens:
+                most = f"a word of 1 to runtime.max_bad_word_tokens = {plan.max_bad_word_tokens} tokens"
+                raise RequestError(f"sampling.bad_words[{place}]", most, f"{len(tokens)} of them")
+            found[tokens] = None
+    if len(found) > plan.max_bad_words:
+        most = f"at most runtime.max_bad_words = {plan.max_bad_words} token sequences (a word has one or two)"
+        raise RequestError("sampling.bad_words", most, len(found))
+    return tuple(found)
+
+
+def check_bans(params: SamplingParams, bad_words: Sequence[Sequence[int]], plan: Plan) -> None:
+    """Check that something is left to sample.
+
+    Raises:
+        RequestError: every allowed token is a bad word.
+    """
+    banned = {words[0] for words in bad_words if len(words) == 1}
+    allowed = range(plan.target.vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+    if banned and banned.issuperset(allowed):
+        raise RequestError("sampling.bad_words", "words that leave a token to sample", "a ban of every allowed token")

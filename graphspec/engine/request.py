@@ -355,11 +355,11 @@ class Request:
     sampling: SamplingClass = GREEDY
     """What it asks of the sampler; set by the scheduler."""
     page_keys: list[bytes] = field(default_factory=list)
-    """Keys of its first full pages (:mod:`graphspec.engine.prefix`), computed from its tokens."""
+    """Keys of its first full pages (:mod:`graphspec.engine.pages`), computed from its tokens."""
     published: int = 0
     """How many of its first pages are published, or were taken over from other requests: nothing writes into them."""
     publish_at: float = 0
-    """Length of the output from which one more page can be (:meth:`graphspec.engine.prefix.PrefixCache.publish_output`)."""
+    """Length of the output from which one more page can be (:meth:`graphspec.engine.pages.PrefixCache.publish_output`)."""
     pending_end: tuple[int, int] | None = None
     """``(output length, status)`` of the run that ends it, written before the run's tokens, in case an error strikes in between."""
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphspec.api.priority import set_call_options
+from graphspec.api.arguments import set_call_options
 from graphspec.engine.admission import LOOK_AHEAD, MOST_OUTRANKED, MOST_OVERTAKEN, Queue
 from graphspec.engine.request import Request, SamplingParams
 from graphspec.engine.scheduler import Scheduler

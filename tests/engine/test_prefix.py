@@ -14,8 +14,7 @@ from graphspec.api.llm import LLM, SamplingParams
 from graphspec.config.catalog import PLAIN_DECODING
 from graphspec.config.schema import AdaptiveConfig, Config, RuntimeConfig
 from graphspec.drafters.ngram_trie.proposer import TrieProposer
-from graphspec.engine.pages import PageAllocator
-from graphspec.engine.prefix import PrefixCache
+from graphspec.engine.pages import PageAllocator, PrefixCache
 from graphspec.engine.request import Request
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import ConfigError
