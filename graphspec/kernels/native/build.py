@@ -11,6 +11,7 @@ from ...host import native_build
 SOURCES = (
     "attention.cpp",
     "cycle.cpp",
+    "filter.cpp",
     "linear.cpp",
     "recurrent.cpp",
     "rows.cpp",

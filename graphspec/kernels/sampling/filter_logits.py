@@ -81,4 +81,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     return [case(1, 1, 1), case(4, 1, 37), case(3, 2, 130)]
 
 
-OP = KernelOp(filter_logits, _cases)
+OP = KernelOp(filter_logits, _cases, native="native.sampling")
