@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "graphspec"
 MAX_LINES = 500
 SPINE = {"graphspec/plan/plan.py", "graphspec/graphs/cycle.py", "graphspec/engine/scheduler.py", "graphspec/api/llm.py"}
-"""Files that a reader follows from end to end; they may have :data:`MAX_SPINE_LINES`, since pieces of them would have to be read together."""
+"""Files that a reader follows from end to end; they may have :data:`MAX_SPINE_LINES`, since their pieces would be read together."""
 MAX_SPINE_LINES = 700
 MAX_ROOMS = 20
 MAX_ARROWS = 130

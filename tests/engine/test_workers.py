@@ -64,7 +64,7 @@ def test_a_caller_that_is_cancelled_frees_its_place() -> None:
 def test_a_process_does_not_wait_for_a_job() -> None:
     code = """
 import asyncio, threading
-from graphspec.engine.workers import Workers
+from graphspec.api.workers import Workers
 workers, began = Workers("endless", 1), threading.Event()
 async def main():
     asyncio.ensure_future(workers.run(lambda: (began.set(), threading.Event().wait())))

@@ -216,7 +216,7 @@ def test_a_killed_process_goes_on_to_the_same_bits(tmp_path, texts):
     # It kills itself when the second checkpoint is half on the disk, which no handler hears of.
     code = f"""
 import os, signal, sys
-from graphspec.progress import progress_bars
+from graphspec.host.progress import progress_bars
 from graphspec.train import checkpoint, token_map
 whole, saved = checkpoint.torch.save, []
 def save(state, stream):

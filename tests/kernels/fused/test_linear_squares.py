@@ -252,7 +252,7 @@ def test_few_rows_without_a_norm_are_not_split() -> None:
 PROBE = """
 import sys
 from pathlib import Path
-from graphspec.kernels.fused import linear
+from graphspec.kernels.linear.fused import linear
 from graphspec.kernels.fused.aot import compiled_for_gpu
 from graphspec.kernels.fused.hopper import MULTIPROCESSORS, resident
 from graphspec.kernels.fused.launch import recording
