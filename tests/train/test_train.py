@@ -226,7 +226,7 @@ def save(state, stream):
         os.kill(os.getpid(), signal.SIGKILL)
     whole(state, stream)
 checkpoint.torch.save = save
-from graphspec.cli import main
+from graphspec.cli.main import main
 main(["train", *{command!r}])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300)
