@@ -24,7 +24,7 @@ from .attention import (
     rope_kv_write,
     tree_attention,
 )
-from .linear import linear, moe_mlp, moe_route
+from .linear import linear, moe_mlp, moe_route, packed_linear
 from .op import KernelOp
 from .recurrent import (
     conv_shift,
@@ -70,6 +70,7 @@ OPS: tuple[KernelOp, ...] = (
     commit_rows.OP,
     noise.OP,
     linear.OP,
+    packed_linear.OP,
     ngram_match.OP,
     mail_apply.OP,
     draft_window.OP,
@@ -101,6 +102,8 @@ OPS: tuple[KernelOp, ...] = (
 
 ATTENTION_OPS = ("tree_attention", "chunk_attention", "latent_attention", "latent_chunk_attention")
 """Ops that ``kernels.attention`` chooses; the others follow ``kernels.mode``."""
+LINEAR_OPS = ("linear", "packed_linear")
+"""Ops that ``kernels.linear`` chooses."""
 MODES = ("reference", "compiled", "fused")
 CHOICES = ("auto", "reference", "native", "fused")
 ATTENTION_CHOICES = (*CHOICES, "flashinfer")
@@ -140,6 +143,15 @@ def resolve(key: str, choice: str, mode: str, device: str, dtype: str) -> str:
             return "fused"
         return "native" if mode == "compiled" and on_cpu and dtype == "float32" else "reference"
     return choice
+
+
+def _refused(op: KernelOp) -> Callable[..., Any]:
+    """A function that refuses to be called; programs call every op that they have before the first request."""
+
+    def refuse(*_: object, **__: object) -> Any:
+        raise ConfigError("kernels.mode", f"reference or compiled for a model that needs {op.name}", "'fused'")
+
+    return refuse
 
 
 def check_fused(device: str) -> None:
@@ -219,12 +231,14 @@ def select_kernels(
             from .linear.fused.linear import fused_linear
 
             return fused_linear(numerics, linear_table)
-        if op.name in ATTENTION_OPS or op.name == "linear":
-            name = chosen["linear" if op.name == "linear" else "attention"]
+        if op.name in ATTENTION_OPS or op.name in LINEAR_OPS:
+            name = chosen["linear" if op.name in LINEAR_OPS else "attention"]
             # What FlashInfer doesn't serve runs fused.
             name = mode if name == "flashinfer" else name
         else:
             name = "native" if whole else mode
+        if name == "fused" and op.fused is None:
+            return _refused(op)
         return op.implementation(name if name in op.names else "reference")
 
     callables = {op.name: implementation(op) for op in OPS}

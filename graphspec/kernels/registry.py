@@ -34,6 +34,7 @@ class KernelSet:
     commit_rows: Callable[..., None]
     gumbel_noise: Callable[..., Tensor]
     linear: Callable[..., Hidden]
+    packed_linear: Callable[..., Hidden]
     ngram_match: Callable[..., None]
     mail_apply: Callable[..., None]
     draft_window: Callable[..., tuple[Tensor, ...]]

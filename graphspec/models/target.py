@@ -13,6 +13,7 @@ from ..errors import CheckpointError
 from ..facts.layouts import PREDICTION_HEADS, TensorRule
 from .checkpoint import Checkpoint, Progress, fill, tensor_sources
 from .decoder import Decoder
+from .layers import set_weight
 
 if TYPE_CHECKING:
     from ..facts import ModelFacts
@@ -101,7 +102,7 @@ def load_target(
     ignored |= _prediction_heads(checkpoint, facts.num_layers)
     fill(model, checkpoint, layout, own, ignored, dtype, torch.device(device), progress)
     if tied:
-        model.lm_head.weight, model.lm_head.stored = model.embed_tokens.weight, model.embed_tokens.stored
+        set_weight(model.lm_head, model.embed_tokens.weight, model.embed_tokens.stored)
     if facts.recurrent is not None:
         model.stacked_convolution()
     return model.to(device).eval()

@@ -14,6 +14,7 @@ from ...errors import CheckpointError
 from ...facts.layouts import Layout, TensorRule, decoder_rules
 from ...models.checkpoint import INTEGERS, Checkpoint, Progress
 from ...models.decoder import Decoder
+from ...models.layers import set_weight
 from ..heads.tensors import fill_head, looks_like, settle, settle_decoder
 from .network import Eagle3Draft
 
@@ -168,7 +169,7 @@ def load_head(
     token_Vd = read_vocab_map(checkpoint, decoder.vocab_size, facts.draft_vocab_size)
     fill_head(draft, checkpoint, layout, shared, dtype, device, progress)
     if tied:
-        draft.lm_head.weight, draft.lm_head.stored = draft.embed_tokens.weight, draft.embed_tokens.stored
+        set_weight(draft.lm_head, draft.embed_tokens.weight, draft.embed_tokens.stored)
     draft.name_columns(token_Vd, device)
     return draft.eval()
 

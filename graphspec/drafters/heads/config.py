@@ -10,10 +10,11 @@ from pathlib import Path
 from ...config.checks import LONG, brief
 from ...errors import CheckpointError
 from ...facts.families import DEEPSEEK_V3, LLAMA, QWEN3, Family, no_window, window_by_layer
-from ...facts.files import find_file, plain
+from ...facts.files import plain
 from ...facts.keys import MOST_POSITIONS, Keys, is_integer, is_number
 from ...facts.model import ModelFacts, read_decoder
 from ...facts.multipliers import NO_MULTIPLIERS
+from ...facts.quantisation import read_quantisation
 
 _LOG = logging.getLogger(__name__)
 _HEAD_DIM, _KV_HEADS = 128, 8
@@ -151,9 +152,7 @@ def head_decoder(keys: Keys, path: Path, architecture: str, family: Family = LLA
         # Scaled RoPE may derive its parameters from it.
         keys = Keys({**keys.values, "max_position_embeddings": _POSITIONS}, keys.where)
         log_default(keys, "max_position_embeddings", "no limit", "a head drafts wherever its target has positions")
-    if find_file(path / "hf_quant_config.json"):
-        expected = "no such file (weights in float32, bfloat16 or float16)"
-        raise CheckpointError(str(path / "hf_quant_config.json"), expected, "a quantised checkpoint")
+    read_quantisation(path)
     decoder = read_decoder(keys, path, architecture, family)
     if decoder.latent is not None:
         decoder = replace(decoder, latent=replace(decoder.latent, norm_eps=decoder.rms_norm_eps))

@@ -5,6 +5,7 @@ Published formats differ in file layout, not in arithmetic. Each is read into th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,10 @@ class Packed(NamedTuple):
     """Shape of ``scales``: added to the scaled codes. Not together with ``zeros``."""
     super_minimums: Tensor | None = None
     """``[N, S]``: factors of the minimums."""
+    group_of: Tensor | None = None
+    """int32 ``[K]``: the group of each channel, where groups are no runs of channels (GPTQ's ``desc_act``); None: they are."""
+    divides: bool = False
+    """Scales are divided by the super scales (compressed-tensors' NVFP4) in place of multiplied: their reciprocals have other bits."""
 
     @property
     def bits(self) -> int:
@@ -57,6 +62,10 @@ class Packed(NamedTuple):
     def tensors(self) -> dict[str, Tensor]:
         """Those that are there, by field."""
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Packed:
+        """The same format with other tensors, by field."""
+        return Packed(**{**self._asdict(), **tensors})
 
     @property
     def nbytes(self) -> int:
@@ -83,6 +92,8 @@ def check_packed(weight: Packed, key: str) -> None:
         raise ConfigError(key, "zeros or minimums", "both")
     rows, channels = weight.shape
     groups = -(-channels // weight.group)
+    if weight.group_of is not None and tuple(weight.group_of.shape) != (channels,):
+        raise ConfigError(f"{key}: group_of", f"shape {[channels]}", f"shape {list(weight.group_of.shape)}")
     for name in ("scales", "zeros", "minimums"):
         tensor = getattr(weight, name)
         if tensor is not None and tuple(tensor.shape) != (rows, groups):
@@ -103,11 +114,22 @@ def code_values(weight: Packed) -> Tensor:
     return nibbles.float() - (8.0 if weight.code == "int4" else 0.0)
 
 
-def _factors(values: Tensor, factors: Tensor | None) -> Tensor:
-    """float32 of ``values``, each times its factor."""
+def _scaled(values: Tensor, factors: Tensor | None, divides: bool = False) -> Tensor:
+    """float32 of ``values``, each times its factor or divided by it."""
     if factors is None:
         return values.float()
-    return values.float() * factors.float().repeat_interleave(values.shape[1] // factors.shape[1], 1)
+    factors = factors.float().repeat_interleave(values.shape[1] // factors.shape[1], 1)
+    return values.float() / factors if divides else values.float() * factors
+
+
+def effective_scales(weight: Packed) -> Tensor:
+    """float32 ``[N, groups]``: what the codes of a group are multiplied by."""
+    return _scaled(weight.scales, weight.super_scales, weight.divides)
+
+
+def effective_minimums(weight: Packed) -> Tensor | None:
+    """float32 ``[N, groups]``: what is added to the scaled codes of a group; None: nothing."""
+    return None if weight.minimums is None else _scaled(weight.minimums, weight.super_minimums)
 
 
 def dequantise(weight: Packed, dtype: torch.dtype) -> Tensor:
@@ -120,11 +142,13 @@ def dequantise(weight: Packed, dtype: torch.dtype) -> Tensor:
     channels = values.shape[1]
 
     def spread(per_group: Tensor) -> Tensor:
+        if weight.group_of is not None:
+            return per_group[:, weight.group_of]
         return per_group.repeat_interleave(weight.group, 1)[:, :channels]
 
     if weight.zeros is not None:
         values = values - spread(weight.zeros.float())
-    values = values * spread(_factors(weight.scales, weight.super_scales))
-    if weight.minimums is not None:
-        values = values + spread(_factors(weight.minimums, weight.super_minimums))
+    values = values * spread(effective_scales(weight))
+    if (minimums := effective_minimums(weight)) is not None:
+        values = values + spread(minimums)
     return values.to(dtype)
