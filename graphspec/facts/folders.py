@@ -12,6 +12,7 @@ from ..config.schema import Config
 from ..errors import CheckpointError, ConfigError
 from .gguf_model import gguf_folder
 from .hub import checkpoint_folder
+from .published import find_published, published
 
 DEMO = "demo"
 SHIPPED = {DEMO: "python -m recipes.train_demo", "demo_hybrid": "python -m recipes.train_demo --config hybrid"}
@@ -19,7 +20,8 @@ SHIPPED = {DEMO: "python -m recipes.train_demo", "demo_hybrid": "python -m recip
 
 
 def model_folder(path: str, revision: str | None = None) -> Path:
-    """Folder of a target: one of :data:`SHIPPED` by its name, ``org/model`` one of the Hugging Face Hub at that revision.
+    """Folder of a target: one of :data:`SHIPPED` by its name, a published one by its short name, ``org/model`` one of the Hugging Face
+    Hub at that revision; a GGUF file has a folder that stands for it.
 
     Raises:
         ConfigError: a shipped model that this copy of the package is without; the name of a model of which only the shape is shipped, for
@@ -32,6 +34,8 @@ def model_folder(path: str, revision: str | None = None) -> Path:
         if not (folder / "config.json").is_file():
             raise ConfigError("model.path", f"the model {path} in {folder}", "no checkpoint there", f"{SHIPPED[path]} trains it")
         return folder
+    if path in published() and revision is None and not user_path("model.path", path).exists():
+        return _existing("model.path", find_published(published()[path]))
     if not user_path("model.path", path).exists() and (package / "lab" / "predict" / "models" / path / "config.json").is_file():
         expected = "a folder with a checkpoint; of this model only the shape comes with the package"
         raise ConfigError("model.path", expected, repr(path), "graphspec plan takes it as it is")

