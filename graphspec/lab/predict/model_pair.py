@@ -85,7 +85,7 @@ def read_model_pair(model_path: str, config: VariantConfig, variant: Variant, re
     with _plain_config(folder) as (plain, quantised):
         pair = ModelPair(model_path if is_hub_id(model_path) else folder.name, folder, replace(read_model_facts(plain), path=folder))
     if quantised:
-        pair.notes.append("the checkpoint is quantised: counted as if it were not, for this engine would need it unquantised")
+        pair.notes.append("the checkpoint is quantised: counted as if it were not")
     if not variant.has_network:
         if config.draft is not None:
             raise ConfigError("variant.draft", f"nothing for variant {variant.name!r}, which has no draft network", config.draft)
