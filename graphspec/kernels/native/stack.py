@@ -14,11 +14,9 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ..op import Written
-from . import BITS, define_op, pack_linear
+from . import define_op
 from .call import bits, call, dense, require
-
-ALIGNMENT = 64
-"""Alignment of every tensor of a stack, in bytes."""
+from .pack import ALIGNMENT, code_of, pack_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,7 @@ class _Blob:
 
     def product(self, product: Product) -> tuple[int, int, int]:
         packed = pack_linear(product.weight, product.stored)
-        return self.add(packed), BITS[packed.dtype], self.add(product.bias)
+        return self.add(packed), code_of(packed), self.add(product.bias)
 
 
 def _interleaved(product: Product) -> Product:
