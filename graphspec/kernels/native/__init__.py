@@ -18,10 +18,11 @@ from torch import Tensor
 from ...errors import ConfigError
 from ..formulas import rms_norm
 from ..linear.linear import Hidden, finish, hidden_of
+from ..linear.packed import Packed
 from ..op import Signature
 from .build import load
 from .call import bits, call, dense, require
-from .pack import channels_of, code_of, pack_codes, pack_linear, pack_segments
+from .pack import channels_of, code_of, pack_codes, pack_linear
 
 load()
 _library = torch.library.Library("graphspec_native", "FRAGMENT")
@@ -152,7 +153,7 @@ def define_op(
 tree_attention = define_op("tree_attention", _tree_attention, _empty_like_query)
 """The op of this name in C++, as below. Raises ConfigError for an unsupported dtype or shape."""
 chunk_attention = define_op("chunk_attention", _chunk_attention, _empty_like_query)
-packed_linear = define_op("linear", _linear, _linear_shape)
+multiply_packed = define_op("linear", _linear, _linear_shape)
 
 
 def linear(
@@ -170,4 +171,22 @@ def linear(
     x = hidden_of(x)
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, norm_eps, norm_offset)
-    return finish(packed_linear(x, pack_linear(weight), weight.shape[0], bias, None, 0.0), residual, gated, float32)
+    return finish(multiply_packed(x, pack_linear(weight), weight.shape[0], bias, None, 0.0), residual, gated, float32)
+
+
+def packed_linear(
+    x: Hidden,
+    weight: Packed,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+    norm_offset: bool = False,
+    residual: Hidden | None = None,
+    gated: bool = False,
+    float32: bool = False,
+) -> Hidden:
+    """:func:`graphspec.kernels.linear.packed_linear.packed_linear`, likewise."""
+    x = hidden_of(x)
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, norm_eps, norm_offset)
+    return finish(multiply_packed(x, pack_codes(weight), weight.shape[0], bias, None, 0.0), residual, gated, float32)

@@ -44,7 +44,7 @@ def _narrowest(*tensors: Tensor, stored: torch.dtype | None = None) -> torch.dty
 
 
 def pack_linear(weight: Tensor, stored: torch.dtype | None = None) -> Tensor:
-    """``[ceil(out / 32), in, 32]`` from a float32 weight ``[out, in]``, for :func:`packed_linear`; the last block is padded with zeros.
+    """``[ceil(out / 32), in, 32]`` from a float32 weight ``[out, in]``; the last block is padded with zeros.
 
     Where every value is a bfloat16, or every value a float16, the result is of that dtype: half the bytes, the same products to the bit. In
     bfloat16 the outputs of each half of a block take turns.
@@ -93,7 +93,6 @@ def _segment(weight: Packed) -> tuple[Tensor, list[int]]:
     if weight.group_of is not None:
         # Groups that are no runs of channels: a scale for each channel.
         tables, group = [table[:, weight.group_of] for table in tables], 1
-    # [blocks, groups, bytes]
     table = torch.cat([_blocks(each.to(dtype)).transpose(1, 2).contiguous().view(torch.uint8) for each in tables], -1)
     codes, whole = _codes(weight), channels // group
     body = torch.cat((table[:, :whole], codes[:, : whole * group].unflatten(1, (whole, group)).flatten(2)), -1).flatten(1)
@@ -143,6 +142,12 @@ def _aligned(size: int) -> int:
 def channels_of(packed: Tensor) -> int:
     """Channels of a packed weight of either form."""
     return packed.shape[1] if packed.dim() == 3 else int(packed[8:16].view(torch.int64))
+
+
+def outputs_of(packed: Tensor) -> int:
+    """Output rows of a weight of :func:`pack_segments`."""
+    words = packed[: len(packed) // 8 * 8].view(torch.int64)
+    return int(words[7 : 2 + 6 * int(words[0]) : 6].sum())
 
 
 def code_of(packed: Tensor) -> int:

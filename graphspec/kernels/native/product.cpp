@@ -207,28 +207,65 @@ void product_of(const Segment& segment, const char* weight, int64_t from, int64_
   }
 }
 
-template <class C, class... Rest>
-void coded(const Segment& segment, Rest&&... rest) {
+struct Multiply {
+  template <class R, class... Rest>
+  static void run(const Segment& segment, const Rest&... rest) {
+    product_of<R>(segment, rest...);
+  }
+};
+
+// The weights of output `number` of a segment.
+struct Take {
+  template <class R>
+  static void run(const Segment& segment, const char* weight, int64_t channels, int64_t number, float* to) {
+    const Format f(segment, channels, R::STEP, R::TABLES);
+    weight += number / BLOCK * f.block_bytes;
+    if (number % BLOCK < HALF_BLOCK)
+      lane<R, 0>(f, weight, number % HALF_BLOCK, to);
+    else
+      lane<R, 1>(f, weight, number % HALF_BLOCK, to);
+  }
+  template <class R, int HALF>
+  static void lane(const Format& f, const char* weight, int64_t lane, float* to) {
+    Reader<R, 1, HALF> reader;
+    reader.at = weight;
+    for (int64_t k = 0; k < f.channels;) {
+      const int64_t end = std::min(f.channels, k + f.group);
+      reader.begin(f);
+      for (; k < end; ++k) {
+        f16 w;
+        float values[HALF_BLOCK];
+        reader.next(f, &w);
+        store16(values, w);
+        to[k] = values[lane];
+      }
+    }
+  }
+};
+
+template <class Do, class C, class... Rest>
+void with_offset(const Segment& segment, const Rest&... rest) {
   switch (segment.offset) {
-    case NONE: return product_of<Coded<C, NONE>>(segment, rest...);
-    case ZERO: return product_of<Coded<C, ZERO>>(segment, rest...);
-    case MINIMUM: return product_of<Coded<C, MINIMUM>>(segment, rest...);
-    default: return product_of<Coded<C, MINIMUM_APART>>(segment, rest...);
+    case NONE: return Do::template run<Coded<C, NONE>>(segment, rest...);
+    case ZERO: return Do::template run<Coded<C, ZERO>>(segment, rest...);
+    case MINIMUM: return Do::template run<Coded<C, MINIMUM>>(segment, rest...);
+    default: return Do::template run<Coded<C, MINIMUM_APART>>(segment, rest...);
   }
 }
 
-template <class... Rest>
-void any_product(const Segment& segment, Rest&&... rest) {
+// Do::run with the reader of a segment's format.
+template <class Do, class... Rest>
+void with_reader(const Segment& segment, const Rest&... rest) {
   switch (segment.code) {
-    case FLOAT32: return product_of<Dense<Float32>>(segment, rest...);
-    case BFLOAT16: return product_of<Dense<Bfloat16>>(segment, rest...);
-    case FLOAT16: return product_of<Dense<Float16>>(segment, rest...);
-    case INT4: return coded<Integer4<8>>(segment, rest...);
-    case UINT4: return coded<Integer4<0>>(segment, rest...);
-    case E2M1: return coded<E2m1>(segment, rest...);
-    case INT8: return coded<Int8>(segment, rest...);
-    case UINT8: return coded<Uint8>(segment, rest...);
-    default: return coded<E4m3>(segment, rest...);
+    case FLOAT32: return Do::template run<Dense<Float32>>(segment, rest...);
+    case BFLOAT16: return Do::template run<Dense<Bfloat16>>(segment, rest...);
+    case FLOAT16: return Do::template run<Dense<Float16>>(segment, rest...);
+    case INT4: return with_offset<Do, Integer4<8>>(segment, rest...);
+    case UINT4: return with_offset<Do, Integer4<0>>(segment, rest...);
+    case E2M1: return with_offset<Do, E2m1>(segment, rest...);
+    case INT8: return with_offset<Do, Int8>(segment, rest...);
+    case UINT8: return with_offset<Do, Uint8>(segment, rest...);
+    default: return with_offset<Do, E4m3>(segment, rest...);
   }
 }
 
@@ -243,10 +280,16 @@ void product(const Matrix& m, int64_t first, int64_t last, const float* x, int64
   for (int64_t i = 0; i < m.segments(); ++i) {
     const Segment& segment = m.segment(i);
     const int64_t blocks = (segment.outputs + BLOCK - 1) / BLOCK, low = std::max<int64_t>(first - begin, 0), high = std::min(last - begin, blocks);
-    if (low < high) any_product(segment, m.data(i), from, m.channels, low, high, x, stride, rows, finish);
+    if (low < high) with_reader<Multiply>(segment, m.data(i), from, m.channels, low, high, x, stride, rows, finish);
     begin += blocks;
     from += segment.outputs;
   }
+}
+
+void take_output(const Matrix& m, int64_t output, float* to) {
+  int64_t i = 0;
+  for (; output >= m.segment(i).outputs; ++i) output -= m.segment(i).outputs;
+  with_reader<Take>(m.segment(i), m.data(i), m.channels, output, to);
 }
 
 }  // namespace graphspec

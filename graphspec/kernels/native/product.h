@@ -74,6 +74,9 @@ class Finish {
 // Blocks [first, last) of x @ weight^T for `rows` rows of x, handed over in pieces; the blocks of a segment do not reach into the next.
 void product(const Matrix& m, int64_t first, int64_t last, const float* x, int64_t stride, int64_t rows, Finish finish);
 
+// The weights of one output, as float32.
+void take_output(const Matrix& m, int64_t output, float* to);
+
 }  // namespace graphspec
 
 namespace {
