@@ -2,7 +2,7 @@
 
 #include "product.h"
 
-#include <vector>
+#include <type_traits>
 
 #include "codes.h"
 
@@ -173,8 +173,29 @@ template <class R>
   }
 }
 
-constexpr bool is_plain(const Dense<Float32>*) { return true; }
-constexpr bool is_plain(const void*) { return false; }
+// Whether weights go from registers into products of few rows. What no published format has is widened always: the same bits, less to compile.
+template <class R>
+constexpr bool IN_REGISTERS = true;
+template <class C>
+constexpr bool IN_REGISTERS<Coded<C, MINIMUM_APART>> = false;
+template <>
+constexpr bool IN_REGISTERS<Coded<Integer4<0>, NONE>> = false;
+template <>
+constexpr bool IN_REGISTERS<Coded<Integer4<8>, MINIMUM>> = false;
+template <>
+constexpr bool IN_REGISTERS<Coded<E2m1, ZERO>> = false;
+template <>
+constexpr bool IN_REGISTERS<Coded<E2m1, MINIMUM>> = false;
+template <>
+constexpr bool IN_REGISTERS<Coded<Int8, ZERO>> = false;
+template <>
+constexpr bool IN_REGISTERS<Coded<Int8, MINIMUM>> = false;
+template <>
+constexpr bool IN_REGISTERS<Coded<Uint8, NONE>> = false;
+template <>
+constexpr bool IN_REGISTERS<Coded<E4m3, ZERO>> = false;
+template <>
+constexpr bool IN_REGISTERS<Coded<E4m3, MINIMUM>> = false;
 
 // Blocks [first, last) of a segment whose first output is number `from` of the weight.
 template <class R>
@@ -189,7 +210,7 @@ void product_of(const Segment& segment, const char* weight, int64_t from, int64_
     const int blocks = static_cast<int>(std::min<int64_t>(GROUP, last - block));
     const char* data = weight + block * f.block_bytes;
     const int64_t at = block * BLOCK, width = std::min<int64_t>(blocks * BLOCK, segment.outputs - at);
-    const bool widened = !is_plain(static_cast<const R*>(nullptr)) && rows > MANY;
+    const bool widened = !IN_REGISTERS<R> || (!std::is_same_v<R, Dense<Float32>> && rows > MANY);
     if (widened) {
       // From this many rows on, widening the weights once for all rows costs less than the instructions it saves.
       wide.resize(GROUP * channels * BLOCK);
@@ -200,7 +221,7 @@ void product_of(const Segment& segment, const char* weight, int64_t from, int64_
       const float* some = x + row * stride;
       if (widened)
         group_product<Dense<Float32>>(wide_format, reinterpret_cast<const char*>(wide.data()), blocks, some, stride, count, values, 0);
-      else
+      else if constexpr (IN_REGISTERS<R>)
         group_product<R>(f, data, blocks, some, stride, count, values, row == 0 ? AHEAD : 0);
       finish(row, count, from + at, width, values);
     }
