@@ -70,7 +70,8 @@ class Linear(KernelModule):
         self.parts = parts
         self.weight: nn.Parameter | PackedWeight | None = make_parameter(sum(parts), in_features)
         self.bias = make_parameter(sum(parts)) if bias else None
-        self.packed: Tensor | None = None
+        self.packed: Tensor | None
+        self.register_buffer("packed", None, persistent=False)
         self.stored: torch.dtype | None = None
         """The 16-bit dtype in which a checkpoint has all of the weight; None: it has another."""
         self.multiply: Callable[..., Hidden] = linear
@@ -95,11 +96,14 @@ class Linear(KernelModule):
 
     def pack(self) -> None:
         """Replace the weight by its packed form, for the native kernel. float32 on the CPU only."""
-        if self.weight is None or isinstance(self.weight, PackedWeight):
+        if self.weight is None:
             return
-        from ..kernels import native
+        from ..kernels.native import multiply_packed
+        from ..kernels.native.pack import pack_linear
 
-        self.packed, self._multiply_packed = native.pack_linear(self.weight, self.stored), native.packed_linear
+        weight = self.weight
+        self.packed = weight.pack() if isinstance(weight, PackedWeight) else pack_linear(weight, self.stored)
+        self._multiply_packed = multiply_packed
         self.weight = None
 
     def forward(
@@ -208,18 +212,42 @@ class Embedding(nn.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
-        self.vocab_size = vocab_size
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self.weight: nn.Parameter | PackedWeight = make_parameter(vocab_size, hidden_size)
+        self.packed: Tensor | None
+        self.register_buffer("packed", None, persistent=False)
         self.stored: torch.dtype | None = None
         """As of :class:`Linear`."""
         self.shards: dict[str, ParameterShards] = {}
-        self.lookup: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+        self.lookup: Callable[[Tensor, Tensor, Tensor, int], Tensor] | None = None
         """The native op, if a native stack has one; see :mod:`graphspec.kernels.native.rows`."""
+
+    @property
+    def table(self) -> Tensor:
+        """What the native op reads: the weight, or its packed form if it has low precision."""
+        if self.packed is not None:
+            return self.packed
+        assert isinstance(self.weight, Tensor), "codes that are not packed yet"
+        return self.weight
+
+    @property
+    def has_codes(self) -> bool:
+        """The weight has low precision."""
+        return self.packed is not None or isinstance(self.weight, PackedWeight)
+
+    def pack(self) -> None:
+        """Look rows up by the native op; a weight of low precision is replaced by its packed form. float32 on the CPU only."""
+        from ..kernels.native import rows
+
+        self.lookup = rows.embed
+        if self.packed is None and isinstance(self.weight, PackedWeight):
+            self.packed = self.weight.pack()
+            del self.weight
 
     def forward(self, token_BT: Tensor, valid_BT: Tensor) -> Tensor:
         """``[B, T, H]`` in the dtype of the weights, from int64 tokens and a bool mask."""
-        if self.lookup is not None and not isinstance(self.weight, PackedWeight):
-            return self.lookup(token_BT, valid_BT, self.weight)
+        if self.lookup is not None:
+            return self.lookup(token_BT, valid_BT, self.table, self.hidden_size)
         known_BT = valid_BT & (token_BT >= 0) & (token_BT < self.vocab_size)
         token_BT = torch.where(known_BT, token_BT, 0)
         hidden_BTH = self.weight.lookup(token_BT) if isinstance(self.weight, PackedWeight) else F.embedding(token_BT, self.weight)

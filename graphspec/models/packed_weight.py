@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..kernels.linear.packed import Packed, dequantise
+from ..kernels.linear.packed import Packed, as_bytes, dequantise
 
 Segment = Packed | Tensor
 """Some output rows of a weight: codes, or numbers where the checkpoint has these rows in full precision."""
@@ -24,6 +24,7 @@ class PackedWeight(nn.Module):
     def __init__(self, segments: Sequence[Segment], dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
+        self._native: Tensor | None = None
         joined: list[Segment] = []
         for segment in segments:
             if joined and _alike(joined[-1], segment):
@@ -50,6 +51,11 @@ class PackedWeight(nn.Module):
         return tuple(made)
 
     @property
+    def float_segments(self) -> tuple[Segment, ...]:
+        """Top to bottom, numbers as float32."""
+        return tuple(segment.float() if isinstance(segment, Tensor) else segment for segment in self.segments)
+
+    @property
     def shape(self) -> tuple[int, int]:
         """``(N, K)``."""
         shapes = [tuple(segment.shape) for segment in self.segments]
@@ -64,6 +70,14 @@ class PackedWeight(nn.Module):
     def nbytes(self) -> int:
         """Of all tensors."""
         return sum(tensor.nbytes for tensor in self.buffers())
+
+    def pack(self) -> Tensor:
+        """The weight as native products read it, see :func:`graphspec.kernels.native.pack.pack_segments`; made once."""
+        from ..kernels.native.pack import pack_segments
+
+        if self._native is None:
+            self._native = pack_segments(self.float_segments)
+        return self._native
 
     def take(self, row: Tensor) -> PackedWeight:
         """The weight of these rows, in this order.
@@ -96,16 +110,11 @@ def _values(segment: Segment, dtype: torch.dtype) -> Tensor:
     return segment.to(dtype) if isinstance(segment, Tensor) else dequantise(segment, dtype)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """8-bit floats as bytes, which every op takes."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-
-
 def _rows(segment: Segment, row: Tensor) -> Segment:
     if isinstance(segment, Tensor):
         return segment[row]
     by_row = {name: tensor for name, tensor in segment.tensors.items() if name != "group_of"}
-    return segment.with_tensors({name: _bytes(tensor)[row].view(tensor.dtype) for name, tensor in by_row.items()})
+    return segment.with_tensors({name: as_bytes(tensor)[row].view(tensor.dtype) for name, tensor in by_row.items()})
 
 
 def _alike(one: Segment, other: Segment) -> bool:
@@ -124,4 +133,4 @@ def _stacked(one: Segment, other: Segment) -> Segment:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return torch.cat([part for part in (one, other) if isinstance(part, Tensor)])
     pairs = {name: (tensor, other.tensors[name]) for name, tensor in one.tensors.items() if name != "group_of"}
-    return one.with_tensors({name: torch.cat([_bytes(part) for part in pair]).view(pair[0].dtype) for name, pair in pairs.items()})
+    return one.with_tensors({name: torch.cat([as_bytes(part) for part in pair]).view(pair[0].dtype) for name, pair in pairs.items()})

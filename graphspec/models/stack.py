@@ -44,14 +44,19 @@ def packing_obstacle(layers: Sequence[PlainLayer]) -> str | None:
         return "mixtures of experts"
     if any(getattr(layer, "post_feedforward_layernorm", None) is not None for layer in layers):
         return "norms after attention and MLP"
-    products = [getattr(module, "weight", None) for layer in layers for module in cast("nn.Module", layer).modules()]
-    if any(isinstance(weight, PackedWeight) for weight in products):
-        return "weights of low precision"
     if any(getattr(layer, "residual_scale", 1) != 1 for layer in layers):
         return "a multiplier of what blocks add"
     if any(cast("SelfAttention", layer.self_attn).norms_apart for layer in layers):
         return "query and key norms over all heads together, or scaled in float32"
-    return None
+    return next(filter(None, map(_format_obstacle, layers)), None)
+
+
+def _format_obstacle(layer: PlainLayer) -> str | None:
+    from ..kernels.native.stack import stacking_obstacle
+
+    attention, mlp = cast("SelfAttention", layer.self_attn), cast("MLP", layer.mlp)
+    products = map(_product, (attention.qkv_proj, attention.o_proj, mlp.down_proj))
+    return stacking_obstacle(*products, gate_up=_product(mlp.gate_up_proj))
 
 
 def _scale(norm: RMSNorm | None) -> Tensor | None:
@@ -61,8 +66,9 @@ def _scale(norm: RMSNorm | None) -> Tensor | None:
 def _product(linear: Linear) -> stack.Product:
     from ..kernels.native.stack import Product
 
-    assert linear.weight is not None and not isinstance(linear.weight, PackedWeight), "layers that are not packed yet"
-    return Product(linear.weight, linear.bias, linear.stored)
+    assert linear.weight is not None, "layers that are not packed yet"
+    weight = linear.weight.float_segments if isinstance(linear.weight, PackedWeight) else linear.weight
+    return Product(weight, linear.bias, linear.stored)
 
 
 class DecoderStack(nn.Module):
@@ -187,7 +193,7 @@ class DraftInput(nn.Module):
     def forward(self, token_BT: Tensor, hidden_BTH: Tensor, valid_BT: Tensor) -> tuple[Tensor, Tensor]:
         """The input ``[B, T, 2 * H]`` and the un-normed hidden states; both halves of invalid tokens are zero before the norms."""
         entering: tuple[Tensor, Tensor] = self._enter(
-            token_BT, valid_BT, self.embedding.weight, hidden_BTH, self.embedding_scale, self.hidden_scale, self.eps, self.hidden_first
+            token_BT, valid_BT, self.embedding.table, hidden_BTH, self.embedding_scale, self.hidden_scale, self.eps, self.hidden_first
         )
         return entering
 
@@ -212,13 +218,7 @@ def pack_network(network: nn.Module, plan: Plan) -> str | None:
     elif plan.linear == plan.attention == "auto":
         pack: Callable[[], str | None] | None = getattr(network, "pack_stack", None)
         reason = "a network of another package" if pack is None else pack()
-    if reason is None:
-        from ..kernels.native import rows
-
-        for module in network.modules():
-            if isinstance(module, Embedding):
-                module.lookup = rows.embed
-    for module in network.modules():
-        if isinstance(module, Linear):
+    for module in list(network.modules()):
+        if isinstance(module, Linear) or (isinstance(module, Embedding) and (reason is None or module.has_codes)):
             module.pack()
     return reason

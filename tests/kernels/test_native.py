@@ -208,13 +208,13 @@ def test_a_row_of_a_linear_layer_has_the_same_bits_alone_and_among_others(channe
     generator = torch.Generator().manual_seed(channels)
     weight, x = torch.randn(outputs, channels, generator=generator), torch.randn(23, channels, generator=generator)
     packed = native.pack_linear(weight)
-    whole = native.packed_linear(x, packed, outputs, None, None, 0.0)
+    whole = native.multiply_packed(x, packed, outputs, None, None, 0.0)
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for count in (1, 2, 3, 4, 5, 6, 7, 13):
-            assert torch.equal(native.packed_linear(x[:count], packed, outputs, None, None, 0.0), whole[:count])
-    assert torch.equal(native.packed_linear(x.T.contiguous().T, packed, outputs, None, None, 0.0), whole), "strided rows"
-    assert native.packed_linear(x[None, :0], packed, outputs, None, None, 0.0).shape == (1, 0, outputs)
+            assert torch.equal(native.multiply_packed(x[:count], packed, outputs, None, None, 0.0), whole[:count])
+    assert torch.equal(native.multiply_packed(x.T.contiguous().T, packed, outputs, None, None, 0.0), whole), "strided rows"
+    assert native.multiply_packed(x[None, :0], packed, outputs, None, None, 0.0).shape == (1, 0, outputs)
 
 
 def test_packed_layers_of_a_network_multiply_as_before():

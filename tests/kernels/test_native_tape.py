@@ -12,7 +12,7 @@ from graphspec.errors import ConfigError
 from graphspec.graphs.compile import Region
 from graphspec.graphs.programs import Program
 from graphspec.kernels import select_kernels
-from graphspec.kernels.native import pack_linear, packed_linear, rows
+from graphspec.kernels.native import multiply_packed, pack_linear, rows
 from graphspec.kernels.native.call import copy
 from graphspec.kernels.native.record import record
 from graphspec.kernels.native.tape import Calls, Tape
@@ -43,7 +43,7 @@ class Native(nn.Module):
 
     def forward(self, v: Any) -> None:
         taken = self.kernels.carry(v.x, v.index, v.valid)
-        v.y.copy_(packed_linear(taken, self.weight, 17, None, None, 0.0))
+        v.y.copy_(multiply_packed(taken, self.weight, 17, None, None, 0.0))
 
 
 class Torch(nn.Module):
@@ -78,7 +78,7 @@ def slots() -> Any:
 
 def expected(slots: Any, stage: Native) -> Tensor:
     out = KernelSet.carry(KERNELS, slots.x, slots.index, slots.valid)
-    return packed_linear(out, stage.weight, 17, None, None, 0.0)
+    return multiply_packed(out, stage.weight, 17, None, None, 0.0)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -172,7 +172,7 @@ def test_rows_between_passes_are_those_of_torch() -> None:
     weight, hidden = draw(7, 10), draw(2, 3, 10, seed=1)
     hidden[1, 0] = torch.nan
     embedding = torch.where((valid & (token >= 0) & (token < 7))[..., None], weight[token.clamp(0, 6)], 0.0)
-    assert torch.equal(rows.embed(token, valid, weight), embedding)
+    assert torch.equal(rows.embed(token, valid, weight, weight.shape[1]), embedding)
     masked = torch.where(valid[..., None], hidden, 0.0)
     for first in (False, True):
         side, alone = rows.enter(token, valid, weight, hidden, None, None, 0.0, first)

@@ -71,6 +71,11 @@ class Packed(NamedTuple):
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """8-bit floats and integers as bytes, which every op takes; others as they are."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
 def check_packed(weight: Packed, key: str) -> None:
     """Check that the fields fit together.
 

@@ -18,9 +18,11 @@ from torch import Tensor
 from ...errors import ConfigError
 from ..formulas import rms_norm
 from ..linear.linear import Hidden, finish, hidden_of
+from ..linear.packed import Packed
 from ..op import Signature
 from .build import load
 from .call import bits, call, dense, require
+from .pack import channels_of, code_of, pack_codes, pack_linear
 
 load()
 _library = torch.library.Library("graphspec_native", "FRAGMENT")
@@ -94,28 +96,27 @@ def _empty_like_query(query: Tensor, *_: object) -> Tensor:
     return query.new_empty(query.shape)
 
 
-BITS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: -16}
-
-
 def _linear(x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None, norm_weight: Tensor | None, norm_eps: float) -> Tensor:
     """``norm(x[..., in]) @ weight.T + bias`` as float32 ``[..., outputs]``; a row's bits do not depend on the other rows.
 
     Args:
         x: float32.
-        packed: of :func:`pack_linear`.
+        packed: of :func:`pack_linear`, :func:`pack_codes` or :func:`pack_segments`.
         outputs: rows of the weight before packing.
         bias: float32 ``[outputs]``.
         norm_weight: float32 ``[in]``, of an RMSNorm of ``x`` first.
         norm_eps: of that norm.
 
     Raises:
-        ConfigError: ``x`` is not float32.
+        ConfigError: ``x`` is not float32, or has another number of channels.
     """
     require("x", x, _float32)
-    channels = packed.shape[1]
+    channels = channels_of(packed)
+    if x.shape[-1] != channels:
+        raise ConfigError("native linear: x", f"{channels} channels", x.shape[-1])
     rows = x if x.dim() == 2 and x.stride(1) == 1 else dense(x).view(-1, channels)
     out = torch.empty((*x.shape[:-1], outputs), dtype=_float32)
-    words = (BITS[packed.dtype], channels, packed.shape[0], rows.shape[0], rows.stride(0), outputs)
+    words = (code_of(packed), channels, outputs, rows.shape[0], rows.stride(0))
     call("linear", (out, rows, bias, norm_weight, packed), *words, bits(norm_eps))
     return out
 
@@ -152,33 +153,7 @@ def define_op(
 tree_attention = define_op("tree_attention", _tree_attention, _empty_like_query)
 """The op of this name in C++, as below. Raises ConfigError for an unsupported dtype or shape."""
 chunk_attention = define_op("chunk_attention", _chunk_attention, _empty_like_query)
-packed_linear = define_op("linear", _linear, _linear_shape)
-
-
-def pack_linear(weight: Tensor, stored: torch.dtype | None = None) -> Tensor:
-    """``[ceil(out / 16), in, 16]`` from a float32 weight ``[out, in]``, for :func:`packed_linear`; the last block is padded with zeros.
-
-    Where every value is a bfloat16, or every value a float16, the result is of that dtype: half the bytes, the same products to the bit.
-
-    Args:
-        weight: float32 ``[out, in]``.
-        stored: for weights on the device ``meta``, which have no values: the 16-bit dtype of the checkpoint, None: a wider one.
-
-    Raises:
-        ConfigError: another dtype.
-    """
-    require("weight", weight, _float32)
-    outputs, channels = weight.shape
-    padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, -outputs % 16))
-    packed = padded.view(-1, 16, channels).transpose(1, 2).contiguous()
-    if packed.is_meta:
-        return packed if stored is None else packed.to(stored)
-    for narrow in (torch.bfloat16, torch.float16):
-        found = packed.to(narrow)
-        # Compared as bits: as numbers, flushed denormals would all be equal.
-        if torch.equal(found.float().view(_int32), packed.view(_int32)):
-            return found
-    return packed
+multiply_packed = define_op("linear", _linear, _linear_shape)
 
 
 def linear(
@@ -196,4 +171,22 @@ def linear(
     x = hidden_of(x)
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, norm_eps, norm_offset)
-    return finish(packed_linear(x, pack_linear(weight), weight.shape[0], bias, None, 0.0), residual, gated, float32)
+    return finish(multiply_packed(x, pack_linear(weight), weight.shape[0], bias, None, 0.0), residual, gated, float32)
+
+
+def packed_linear(
+    x: Hidden,
+    weight: Packed,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+    norm_offset: bool = False,
+    residual: Hidden | None = None,
+    gated: bool = False,
+    float32: bool = False,
+) -> Hidden:
+    """:func:`graphspec.kernels.linear.packed_linear.packed_linear`, likewise."""
+    x = hidden_of(x)
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, norm_eps, norm_offset)
+    return finish(multiply_packed(x, pack_codes(weight), weight.shape[0], bias, None, 0.0), residual, gated, float32)

@@ -1,125 +1,87 @@
-// Products of a few rows with a packed weight: blocks of 16 outputs, channel after channel, so that weights stream through the cache once and
+// Products of a few rows with a packed weight: blocks of 32 outputs, channel after channel, so that weights stream through the cache once and
 // every load is whole. Each output is one chain of fused multiply-adds over the channels in order, whatever the number of rows, threads or
-// blocks: a row gets the same bits alone and among others, and from weights kept in 16 bits the same as from the float32 they stand for.
+// blocks: a row gets the same bits alone and among others, and from weights kept in 16, 8 or 4 bits the same as from the float32 they stand for.
 
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <vector>
 
 #include "simd.h"
 
 namespace {
 
-constexpr int64_t BLOCK = 16;
-constexpr int GROUP = 4;  // blocks handled together
-#ifdef __AVX512F__
-constexpr int TILE = 8;  // rows handled together
-constexpr int blocks_at_once(int rows) { return rows <= 2 ? 4 : 2; }
-#else
-constexpr int TILE = 6;
-constexpr int blocks_at_once(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
-#endif
+constexpr int64_t BLOCK = 32;
+constexpr int GROUP = 2;  // blocks handed over together
 
-constexpr int64_t MANY = 4 * TILE;  // rows from which on weights are widened once, in a buffer
+}  // namespace
 
-// A packed weight [blocks][channels][16]; the last block is padded with zeros.
-struct Matrix {
-  const void* data;
-  int64_t bits;  // 32: float32; 16: bfloat16; -16: float16
-  int64_t channels, blocks;
+namespace graphspec {
+
+// How weights are stored. Filled by graphspec/kernels/native/pack.py, as are the next two.
+enum Code : int64_t { SEGMENTS, FLOAT32, BFLOAT16, FLOAT16, INT4, UINT4, E2M1, INT8, UINT8, E4M3 };
+// What is done to a code besides scaling it. A minimum is added by a fused multiply-add where the scaled code is exact in float32, else apart.
+enum Offset : int64_t { NONE, ZERO, MINIMUM, MINIMUM_APART };
+
+// Outputs of one format: [blocks][groups of channels][32 scales, 32 offsets, codes [channels][32]]; the last block is padded.
+struct Segment {
+  int64_t data;  // bytes from the start of the weight
+  int64_t code;
+  int64_t scale, offset;  // scale: the Code in which scales and offsets are stored
+  int64_t group;  // channels that share a scale; those of FLOAT32, BFLOAT16 and FLOAT16 share none
+  int64_t outputs;
 };
 
-// out[ROWS][BLOCKS * 16], row stride GROUP * 16. AHEAD: the weights that come next are fetched meanwhile. Not inlined: GCC then keeps the sums
-// of every size in registers.
-template <class W, int ROWS, int BLOCKS, bool AHEAD>
-[[gnu::noinline]] void tile(const W* weight, int64_t channels, const float* x, int64_t stride, float* out) {
-  f16 sum[ROWS][BLOCKS];
-  for (auto& row : sum)
-    for (auto& s : row) s = splat16(0.0f);
-  for (int64_t k = 0; k < channels; ++k) {
-    f16 w[BLOCKS];
-    for (int b = 0; b < BLOCKS; ++b) w[b] = load16(weight + (b * channels + k) * BLOCK);
-    if (AHEAD)
-      for (int b = 0; b < BLOCKS; b += sizeof(float) / sizeof(W)) __builtin_prefetch(weight + ((channels + k) * BLOCKS + b) * BLOCK);
-    for (int r = 0; r < ROWS; ++r) {
-      const f16 v = splat16(x[r * stride + k]);
-      for (int b = 0; b < BLOCKS; ++b) sum[r][b] = fma16(v, w[b], sum[r][b]);
-    }
+// A packed weight. With the code SEGMENTS it begins with their number, the channels and their descriptions; with another it is one segment without scales.
+class Matrix {
+ public:
+  Matrix(const void* data, int64_t code, int64_t channels, int64_t outputs)
+      : channels(channels), data_(static_cast<const char*>(data)), one_{0, code, code, NONE, channels, outputs} {
+    if (code == SEGMENTS) std::memcpy(&count_, data_, sizeof count_);
+    for (int64_t i = 0; i < count_; ++i) blocks += (segment(i).outputs + BLOCK - 1) / BLOCK;
   }
-  for (int r = 0; r < ROWS; ++r)
-    for (int b = 0; b < BLOCKS; ++b) store16(out + r * GROUP * BLOCK + b * BLOCK, sum[r][b]);
-}
-
-template <class W, bool AHEAD, int ROWS>
-void rows_of_group(const W* weight, int blocks, int64_t channels, const float* x, int64_t stride, float* out) {
-  constexpr int MOST = blocks_at_once(ROWS);
-  // One or two rows compute nothing that could hide a fetch.
-  constexpr bool FETCH = AHEAD && ROWS > 2;
-  int b = 0;
-  for (; b + MOST <= blocks; b += MOST) tile<W, ROWS, MOST, FETCH>(weight + b * channels * BLOCK, channels, x, stride, out + b * BLOCK);
-  for (; b < blocks; ++b) tile<W, ROWS, 1, FETCH>(weight + b * channels * BLOCK, channels, x, stride, out + b * BLOCK);
-}
-
-template <class W, bool AHEAD>
-void group_product(const W* weight, int blocks, int64_t channels, const float* x, int64_t stride, int rows, float* out) {
-  switch (rows) {
-    case 1: return rows_of_group<W, AHEAD, 1>(weight, blocks, channels, x, stride, out);
-    case 2: return rows_of_group<W, AHEAD, 2>(weight, blocks, channels, x, stride, out);
-    case 3: return rows_of_group<W, AHEAD, 3>(weight, blocks, channels, x, stride, out);
-    case 4: return rows_of_group<W, AHEAD, 4>(weight, blocks, channels, x, stride, out);
-    case 5: return rows_of_group<W, AHEAD, 5>(weight, blocks, channels, x, stride, out);
-#ifdef __AVX512F__
-    case 6: return rows_of_group<W, AHEAD, 6>(weight, blocks, channels, x, stride, out);
-    case 7: return rows_of_group<W, AHEAD, 7>(weight, blocks, channels, x, stride, out);
-#endif
-    default: return rows_of_group<W, AHEAD, TILE>(weight, blocks, channels, x, stride, out);
+  int64_t segments() const { return count_; }
+  const Segment& segment(int64_t i) const {
+    return one_.code == SEGMENTS ? reinterpret_cast<const Segment*>(data_ + 2 * sizeof(int64_t))[i] : one_;
   }
-}
+  const char* data(int64_t i) const { return data_ + segment(i).data; }
 
-// Blocks [first, last) of x @ weight^T for `rows` rows of x, handed over in pieces: finish(row, rows, block, blocks, values), where values has
-// a row stride of GROUP * 16.
-template <class W, class Finish>
-void product_of(const W* weight, int64_t channels, int64_t first, int64_t last, const float* x, int64_t stride, int64_t rows, Finish&& finish) {
-  static thread_local Floats wide;
-  alignas(64) float values[TILE * GROUP * BLOCK];
-  // Other cores have just written parts of a short x: request all its lines at once instead of waiting for one after another.
-  if (rows <= TILE)
-    for (int64_t row = 0; row < rows; ++row)
-      for (int64_t k = 0; k < channels; k += BLOCK) __builtin_prefetch(x + row * stride + k);
-  for (int64_t block = first; block < last; block += GROUP) {
-    const int blocks = static_cast<int>(std::min<int64_t>(GROUP, last - block));
-    const W* from = weight + block * channels * BLOCK;
-    const bool widened = sizeof(W) < sizeof(float) && rows > MANY;
-    if (widened) {
-      // From this many rows on, widening the weights once for all rows costs less than the instructions it saves.
-      wide.resize(GROUP * channels * BLOCK);
-      for (int64_t i = 0; i < blocks * channels; ++i) store16(wide.data() + i * BLOCK, load16(from + i * BLOCK));
-    }
-    for (int64_t row = 0; row < rows; row += TILE) {
-      const int count = static_cast<int>(std::min<int64_t>(TILE, rows - row));
-      if (widened)
-        group_product<float, false>(static_cast<const float*>(wide.data()), blocks, channels, x + row * stride, stride, count, values);
-      else if (row == 0)
-        group_product<W, true>(from, blocks, channels, x, stride, count, values);
-      else
-        group_product<W, false>(from, blocks, channels, x + row * stride, stride, count, values);
-      finish(row, count, block, blocks, static_cast<float*>(values));
-    }
-  }
-}
+  const int64_t channels;
+  int64_t blocks = 0;
 
-template <class Finish>
-void product(const Matrix& m, int64_t first, int64_t last, const float* x, int64_t stride, int64_t rows, Finish&& finish) {
-  if (m.bits == 32)
-    product_of(static_cast<const float*>(m.data), m.channels, first, last, x, stride, rows, finish);
-  else if (m.bits == 16)
-    product_of(static_cast<const bfloat*>(m.data), m.channels, first, last, x, stride, rows, finish);
-  else
-    product_of(static_cast<const half*>(m.data), m.channels, first, last, x, stride, rows, finish);
-}
+ private:
+  const char* data_;
+  Segment one_;
+  int64_t count_ = 1;
+};
+
+// A function that takes results: rows [row, row + rows) of outputs [at, at + width), with a row stride of GROUP * BLOCK.
+class Finish {
+ public:
+  template <class F>
+  Finish(F& f)
+      : object_(&f), call_([](void* object, int64_t row, int rows, int64_t at, int64_t width, const float* values) {
+          (*static_cast<F*>(object))(row, rows, at, width, values);
+        }) {}
+  void operator()(int64_t row, int rows, int64_t at, int64_t width, const float* values) const { call_(object_, row, rows, at, width, values); }
+
+ private:
+  void* object_;
+  void (*call_)(void*, int64_t, int, int64_t, int64_t, const float*);
+};
+
+// Blocks [first, last) of x @ weight^T for `rows` rows of x, handed over in pieces; the blocks of a segment do not reach into the next.
+void product(const Matrix& m, int64_t first, int64_t last, const float* x, int64_t stride, int64_t rows, Finish finish);
+
+// The weights of one output, as float32.
+void take_output(const Matrix& m, int64_t output, float* to);
+
+}  // namespace graphspec
+
+namespace {
+
+using graphspec::Matrix;
 
 // Blocks per chunk of a product: an equal share for each thread, in whole units of `unit` blocks. Smaller chunks would balance better but cost more:
 // each claim moves a cache line between cores.

@@ -13,10 +13,8 @@ namespace {
 struct Table {
   const int64_t* token;
   const uint8_t* valid;
-  const float* weight;
-  int64_t vocab, hidden;
-
-  const float* row(int64_t r) const { return valid[r] && token[r] >= 0 && token[r] < vocab ? weight + token[r] * hidden : nullptr; }
+  const char* weight;
+  int64_t code, vocab, hidden;  // code: SEGMENTS: packed; FLOAT32: row after row
 };
 
 void take(const float* from, float* to, int64_t size) {
@@ -24,6 +22,15 @@ void take(const float* from, float* to, int64_t size) {
     std::memset(to, 0, size * sizeof(float));
   else
     std::memcpy(to, from, size * sizeof(float));
+}
+
+void take(const Table& table, int64_t r, float* to) {
+  const int64_t token = table.token[r];
+  const bool known = table.valid[r] && token >= 0 && token < table.vocab;
+  if (known && table.code == graphspec::SEGMENTS)
+    graphspec::take_output(Matrix(table.weight, table.code, table.hidden, table.vocab), token, to);
+  else
+    take(known ? reinterpret_cast<const float*>(table.weight) + token * table.hidden : nullptr, to, table.hidden);
 }
 
 struct Embed {
@@ -45,7 +52,7 @@ void enter(const Enter& c) {
   for (int64_t r = 0; r < c.rows; ++r) {
     float *embedding = c.side_by_side + (2 * r + c.hidden_first) * size, *hidden = c.side_by_side + (2 * r + 1 - c.hidden_first) * size;
     float* masked = c.masked + r * size;
-    take(c.table.row(r), embedding, size);
+    take(c.table, r, embedding);
     take(c.table.valid[r] ? c.hidden + r * size : nullptr, masked, size);
     if (c.embedding_norm != nullptr) rms_norm(embedding, c.embedding_norm, static_cast<float>(c.eps), size, embedding);
     if (c.hidden_norm != nullptr)
@@ -89,7 +96,7 @@ extern "C" {
 
 void graphspec_embed(const char* fields, int) {
   const Embed c = graphspec::call_of<Embed>(fields);
-  for (int64_t r = 0; r < c.rows; ++r) take(c.table.row(r), c.out + r * c.table.hidden, c.table.hidden);
+  for (int64_t r = 0; r < c.rows; ++r) take(c.table, r, c.out + r * c.table.hidden);
 }
 
 void graphspec_enter(const char* fields, int) { enter(graphspec::call_of<Enter>(fields)); }

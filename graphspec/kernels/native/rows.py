@@ -12,23 +12,41 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ...errors import ConfigError
 from ..registry import KernelSet
 from . import define_op
 from .call import bits, call, dense, require
+from .pack import CODE, channels_of, code_of, outputs_of
 
 __all__ = ["NativeKernels", "embed", "enter"]
 
 
-def _embed(token: Tensor, valid: Tensor, weight: Tensor) -> Tensor:
-    """Rows of ``weight``, float32 ``[..., H]``; zero where a token is not valid or out of range."""
-    require("embedding", weight, torch.float32)
-    out = _embed_shape(token, valid, weight)
-    call("embed", (out, dense(token), dense(valid), dense(weight)), *weight.shape, token.numel())
+def _table(weight: Tensor, hidden: int) -> tuple[int, int, int]:
+    """The fields of the C++ struct ``Table`` after its pointers, of float32 ``[V, H]`` or a weight of :func:`.pack.pack_segments`.
+
+    Raises:
+        ConfigError: another dtype or width.
+    """
+    if weight.dtype is torch.uint8:
+        code, outputs, channels = code_of(weight), outputs_of(weight), channels_of(weight)
+    else:
+        require("embedding", weight, torch.float32)
+        code, (outputs, channels) = CODE[weight.dtype], weight.shape
+    if channels != hidden:
+        raise ConfigError("native kernels: embedding", f"{hidden} channels", channels)
+    return code, outputs, channels
+
+
+def _embed(token: Tensor, valid: Tensor, weight: Tensor, hidden: int) -> Tensor:
+    """Rows of a weight, float32 ``[..., hidden]``; zero where a token is not valid or out of range. Only these are dequantised."""
+    table = _table(weight, hidden)
+    out = _embed_shape(token, valid, weight, hidden)
+    call("embed", (out, dense(token), dense(valid), dense(weight)), *table, token.numel())
     return out
 
 
-def _embed_shape(token: Tensor, valid: Tensor, weight: Tensor) -> Tensor:
-    return weight.new_empty((*token.shape, weight.shape[1]))
+def _embed_shape(token: Tensor, valid: Tensor, weight: Tensor, hidden: int) -> Tensor:
+    return weight.new_empty((*token.shape, hidden), dtype=torch.float32)
 
 
 def _enter(
@@ -39,7 +57,7 @@ def _enter(
 
     Args:
         token: int64 ``[B, T]``. valid: bool; rows that are not valid are zero before any norm, whatever they hold.
-        weight: of the embedding, float32 ``[V, H]``.
+        weight: of the embedding, float32 ``[V, H]`` or of :func:`.pack.pack_segments`.
         hidden: float32 ``[B, T, H]``.
         embedding_norm, hidden_norm: weights of RMSNorms, float32 ``[H]``; None: no norm.
         eps: of both norms.
@@ -51,18 +69,18 @@ def _enter(
     Raises:
         ConfigError: embedding or hidden states are not float32.
     """
-    require("embedding", weight, torch.float32)
     require("hidden", hidden, torch.float32)
-    out = _enter_shape(token, valid, weight)
+    table = _table(weight, hidden.shape[-1])
+    out = _enter_shape(token, valid, weight, hidden)
     norms = (None if x is None else dense(x) for x in (embedding_norm, hidden_norm))
     tensors = (*out, dense(hidden), *norms, dense(token), dense(valid), dense(weight))
-    call("enter", tensors, *weight.shape, token.numel(), hidden_first, bits(eps))
+    call("enter", tensors, *table, token.numel(), hidden_first, bits(eps))
     return out
 
 
-def _enter_shape(token: Tensor, valid: Tensor, weight: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    size = weight.shape[1]
-    return weight.new_empty((*token.shape, 2 * size)), weight.new_empty((*token.shape, size))
+def _enter_shape(token: Tensor, valid: Tensor, weight: Tensor, hidden: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    size = hidden.shape[-1]
+    return hidden.new_empty((*token.shape, 2 * size)), hidden.new_empty((*token.shape, size))
 
 
 def _carry(hidden: Tensor, source: Tensor, valid: Tensor) -> Tensor:

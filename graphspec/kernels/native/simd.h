@@ -95,6 +95,7 @@ inline void store16(float* p, f16 x) { _mm512_storeu_ps(p, x.v); }
 inline f16 splat16(float x) { return {_mm512_set1_ps(x)}; }
 inline f16 fma16(f16 a, f16 b, f16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline f16 add16(f16 a, f16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline f16 sub16(f16 a, f16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline f16 mul16(f16 a, f16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
 #else
 struct f16 {
@@ -108,6 +109,7 @@ inline void store16(float* p, f16 x) {
 inline f16 splat16(float x) { return {splat(x), splat(x)}; }
 inline f16 fma16(f16 a, f16 b, f16 c) { return {fmadd(a.low, b.low, c.low), fmadd(a.high, b.high, c.high)}; }
 inline f16 add16(f16 a, f16 b) { return {a.low + b.low, a.high + b.high}; }
+inline f16 sub16(f16 a, f16 b) { return {a.low - b.low, a.high - b.high}; }
 inline f16 mul16(f16 a, f16 b) { return {a.low * b.low, a.high * b.high}; }
 #endif
 

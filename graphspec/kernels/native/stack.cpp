@@ -18,8 +18,8 @@ namespace {
 
 // Both are filled by graphspec/kernels/native/stack.py, which knows the same order. Offsets are bytes into the weights; -1: there is none.
 struct LayerPlan {
-  int64_t input_norm, qkv, qkv_bits, qkv_bias, query_norm, key_norm, out, out_bits, out_bias;
-  int64_t mlp_norm, gate_up, gate_up_bits, gate_up_bias, down, down_bits, down_bias;
+  int64_t input_norm, qkv, qkv_code, qkv_bias, query_norm, key_norm, out, out_code, out_bias;
+  int64_t mlp_norm, gate_up, gate_up_code, gate_up_bias, down, down_code, down_bias;
   int64_t input_size, intermediate, window, kv_layer, tap;
 };
 struct StackPlan {
@@ -46,6 +46,8 @@ enum Phase { INPUT_NORM, QKV, ATTEND, OUT, MLP_NORM, GATE_UP, DOWN, PHASES };
 
 // Rows per chunk of a norm. Up to one chunk of rows, the norm has no phase: each thread normalises them for itself, which is faster than a hand-over.
 constexpr int64_t ROWS = 16;
+
+constexpr int64_t PAIRS = BLOCK / 2;
 
 struct Workspace {
   Floats residual, normed, qkv, mixed, act;
@@ -107,7 +109,7 @@ class Stack final : public graphspec::Program {
       case QKV: return block_chunks(blocks(qkv_), each_qkv_);
       case ATTEND: return static_cast<int>(c_.lanes * p_.groups * splits_);
       case MLP_NORM: return rows_ > ROWS ? row_chunks() : 0;
-      case GATE_UP: return block_chunks(2 * blocks(layer.intermediate), each_gate_up(layer));
+      case GATE_UP: return block_chunks(pairs(layer.intermediate), blocks_per_chunk(pairs(layer.intermediate), threads_));
       default: return block_chunks(blocks(p_.hidden), each_hidden_);
     }
   }
@@ -121,25 +123,25 @@ class Stack final : public graphspec::Program {
       case INPUT_NORM: return norm(chunk, layer.input_norm, entering(l), w_.normed.data());
       case QKV: return qkv(l, chunk);
       case ATTEND: return attention(l, chunk);
-      case OUT: return add(chunk, {at(layer.out), layer.out_bits, query_, blocks(p_.hidden)}, layer.out_bias, w_.mixed.data(), entering(l), w_.residual.data());
+      case OUT: return add(chunk, {at(layer.out), layer.out_code, query_, p_.hidden}, layer.out_bias, w_.mixed.data(), entering(l), w_.residual.data());
       case MLP_NORM: return norm(chunk, layer.mlp_norm, w_.residual.data(), w_.normed.data());
       case GATE_UP: return gate_up(layer, chunk);
       default: {
         float* to = l == count_ - 1 && !normed_at_end_ ? c_.out : w_.residual.data();
-        return add(chunk, {at(layer.down), layer.down_bits, layer.intermediate, blocks(p_.hidden)}, layer.down_bias, w_.act.data(), w_.residual.data(), to);
+        return add(chunk, {at(layer.down), layer.down_code, layer.intermediate, p_.hidden}, layer.down_bias, w_.act.data(), w_.residual.data(), to);
       }
     }
   }
 
  private:
   static int64_t blocks(int64_t outputs) { return (outputs + BLOCK - 1) / BLOCK; }
+  // Sixteen gates and the sixteen ups that go with them make a block.
+  static int64_t pairs(int64_t intermediate) { return (intermediate + PAIRS - 1) / PAIRS; }
   const void* at(int64_t offset) const { return c_.weights + offset; }
   const float* floats(int64_t offset) const { return offset < 0 ? nullptr : reinterpret_cast<const float*>(c_.weights + offset); }
   const float* entering(int64_t l) const { return l == 0 ? c_.residual : w_.residual.data(); }
   int row_chunks() const { return static_cast<int>((rows_ + ROWS - 1) / ROWS); }
   static int block_chunks(int64_t count, int64_t each) { return static_cast<int>((count + each - 1) / each); }
-  // Gate and up blocks lie in pairs, which stay together.
-  int64_t each_gate_up(const LayerPlan& layer) const { return blocks_per_chunk(2 * blocks(layer.intermediate), threads_, 2); }
   int64_t window_index(int64_t window) const {
     int64_t i = 0;
     while (i < static_cast<int64_t>(w_.windows.size()) && w_.windows[i] != window) ++i;
@@ -176,9 +178,8 @@ class Stack final : public graphspec::Program {
   }
 
   // Blocks of one chunk of `each`, handed over as product() does.
-  template <class Finish>
-  void blocks_of(int chunk, int64_t each, const Matrix& m, const float* x, Finish&& finish) {
-    product(m, chunk * each, std::min(m.blocks, (chunk + 1) * each), x, m.channels, rows_, finish);
+  void blocks_of(int chunk, int64_t each, const Matrix& m, const float* x, graphspec::Finish finish) {
+    graphspec::product(m, chunk * each, std::min(m.blocks, (chunk + 1) * each), x, m.channels, rows_, finish);
   }
 
   // Queries, keys and values of the chunk's heads, normalised and rotated, with KV written.
@@ -186,15 +187,14 @@ class Stack final : public graphspec::Program {
     const LayerPlan& layer = layers_[l];
     const float* x = layer.input_norm >= 0 ? normed(layer.input_norm, entering(l)) : l == 0 && c_.input != nullptr ? c_.input : entering(l);
     const float* bias = floats(layer.qkv_bias);
-    blocks_of(chunk, each_qkv_, {at(layer.qkv), layer.qkv_bits, layer.input_size, blocks(qkv_)}, x,
-              [&](int64_t row, int rows, int64_t block, int count, const float* values) {
-                const int64_t from = block * BLOCK, width = std::min<int64_t>(count * BLOCK, qkv_ - from);
-                for (int r = 0; r < rows; ++r) {
-                  float* y = w_.qkv.data() + (row + r) * qkv_ + from;
-                  const float* v = values + r * GROUP * BLOCK;
-                  for (int64_t i = 0; i < width; ++i) y[i] = bias == nullptr ? v[i] : v[i] + bias[from + i];
-                }
-              });
+    auto write = [&](int64_t row, int rows, int64_t from, int64_t width, const float* values) {
+      for (int r = 0; r < rows; ++r) {
+        float* y = w_.qkv.data() + (row + r) * qkv_ + from;
+        const float* v = values + r * GROUP * BLOCK;
+        for (int64_t i = 0; i < width; ++i) y[i] = bias == nullptr ? v[i] : v[i] + bias[from + i];
+      }
+    };
+    blocks_of(chunk, each_qkv_, {at(layer.qkv), layer.qkv_code, layer.input_size, qkv_}, x, write);
     heads(l, chunk * each_qkv_ * BLOCK / p_.dim, std::min(qkv_, (chunk + 1) * each_qkv_ * BLOCK) / p_.dim);
     if (chunk == 0 && layer.tap >= 0 && c_.num_taps > 0) tap(0, rows_, layer.tap, entering(l));
   }
@@ -213,35 +213,34 @@ class Stack final : public graphspec::Program {
   // x @ weight^T + bias + before, into out; both [rows, hidden].
   void add(int chunk, const Matrix& m, int64_t bias_at, const float* x, const float* before, float* out) {
     const float* bias = floats(bias_at);
-    blocks_of(chunk, each_hidden_, m, x, [&](int64_t row, int rows, int64_t block, int count, const float* values) {
-      const int64_t from = block * BLOCK, width = std::min<int64_t>(count * BLOCK, p_.hidden - from);
+    auto write = [&](int64_t row, int rows, int64_t from, int64_t width, const float* values) {
       for (int r = 0; r < rows; ++r) {
         const int64_t to = (row + r) * p_.hidden + from;
         const float* v = values + r * GROUP * BLOCK;
         for (int64_t i = 0; i < width; ++i) out[to + i] = before[to + i] + (bias == nullptr ? v[i] : v[i] + bias[from + i]);
       }
-    });
+    };
+    blocks_of(chunk, each_hidden_, m, x, write);
   }
 
-  // Gate and up blocks take turns, so that a pair is at hand where it is needed.
   void gate_up(const LayerPlan& layer, int chunk) {
     const float* bias = floats(layer.gate_up_bias);
-    const Matrix weight{at(layer.gate_up), layer.gate_up_bits, p_.hidden, 2 * blocks(layer.intermediate)};
-    blocks_of(chunk, each_gate_up(layer), weight, normed(layer.mlp_norm, w_.residual.data()),
-              [&](int64_t row, int rows, int64_t block, int count, const float* values) {
-                for (int r = 0; r < rows; ++r)
-                  for (int pair = 0; pair < count / 2; ++pair) {
-                    const float *gate = values + r * GROUP * BLOCK + pair * 2 * BLOCK, *biases = bias == nullptr ? nullptr : bias + (block + 2 * pair) * BLOCK;
-                    alignas(32) float product[BLOCK];
-                    for (int i = 0; i < BLOCK; i += 8) {
-                      f8 g = load8(gate + i), up = load8(gate + BLOCK + i);
-                      if (biases != nullptr) g = g + load8(biases + i), up = up + load8(biases + BLOCK + i);
-                      store8(product + i, g * sigmoid8(g) * up);
-                    }
-                    const int64_t from = (block / 2 + pair) * BLOCK, width = std::min<int64_t>(BLOCK, layer.intermediate - from);
-                    std::memcpy(w_.act.data() + (row + r) * layer.intermediate + from, product, width * sizeof(float));
-                  }
-              });
+    const Matrix weight{at(layer.gate_up), layer.gate_up_code, p_.hidden, pairs(layer.intermediate) * BLOCK};
+    auto write = [&](int64_t row, int rows, int64_t from, int64_t width, const float* values) {
+      for (int r = 0; r < rows; ++r)
+        for (int64_t block = 0; block < width / BLOCK; ++block) {
+          const float *gate = values + (r * GROUP + block) * BLOCK, *biases = bias == nullptr ? nullptr : bias + from + block * BLOCK;
+          alignas(32) float product[PAIRS];
+          for (int i = 0; i < PAIRS; i += 8) {
+            f8 g = load8(gate + i), up = load8(gate + PAIRS + i);
+            if (biases != nullptr) g = g + load8(biases + i), up = up + load8(biases + PAIRS + i);
+            store8(product + i, g * sigmoid8(g) * up);
+          }
+          const int64_t to = (from / BLOCK + block) * PAIRS, count = std::min<int64_t>(PAIRS, layer.intermediate - to);
+          std::memcpy(w_.act.data() + (row + r) * layer.intermediate + to, product, count * sizeof(float));
+        }
+    };
+    blocks_of(chunk, blocks_per_chunk(weight.blocks, threads_), weight, normed(layer.mlp_norm, w_.residual.data()), write);
   }
 
   void rotate(float* head, const float* rope) const {

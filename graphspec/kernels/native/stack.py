@@ -13,21 +13,36 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
+from ..linear.packed import Packed, as_bytes
 from ..op import Written
-from . import BITS, define_op, pack_linear
+from . import define_op
 from .call import bits, call, dense, require
-
-ALIGNMENT = 64
-"""Alignment of every tensor of a stack, in bytes."""
+from .pack import ALIGNMENT, BLOCK, code_of, pack_linear, pack_segments
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A projection: its weight ``[out, in]``, its bias, and the dtype it is stored in, as :func:`pack_linear` takes it."""
+    """A projection ``[out, in]`` and its bias.
 
-    weight: Tensor
+    Attributes:
+        weight: float32, or segments as :func:`pack_segments` takes them, of which all but the last have a multiple of :data:`BLOCK` rows.
+        bias: float32 ``[out]``.
+        stored: the dtype that numbers are stored in, as :func:`pack_linear` takes it.
+    """
+
+    weight: Tensor | Sequence[Packed | Tensor]
     bias: Tensor | None = None
     stored: torch.dtype | None = None
+
+    @property
+    def segments(self) -> Sequence[Packed | Tensor]:
+        """Top to bottom."""
+        return (self.weight,) if isinstance(self.weight, Tensor) else self.weight
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(out, in)``."""
+        return sum(segment.shape[0] for segment in self.segments), self.segments[0].shape[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +107,16 @@ class _Blob:
         return offset
 
     def product(self, product: Product) -> tuple[int, int, int]:
-        packed = pack_linear(product.weight, product.stored)
-        return self.add(packed), BITS[packed.dtype], self.add(product.bias)
+        weight, stored = product.weight, product.stored
+        packed = pack_linear(weight, stored) if isinstance(weight, Tensor) else pack_segments(weight, stored)
+        return self.add(packed), code_of(packed), self.add(product.bias)
+
+
+def stacking_obstacle(*products: Product, gate_up: Product) -> str | None:
+    """Why a layer of these products can't be in a stack, in a few words; None: it can."""
+    if any(segment.shape[0] % BLOCK for product in products for segment in product.segments[:-1]):
+        return f"rows of a format that are no multiple of {BLOCK}"
+    return "gates and ups of different formats" if len(gate_up.segments) > 1 else None
 
 
 def _interleaved(product: Product) -> Product:
@@ -104,7 +127,12 @@ def _interleaved(product: Product) -> Product:
         padded = torch.nn.functional.pad(halves, (0, 0) * (halves.dim() - 2) + (0, -halves.shape[1] % 16))
         return padded.unflatten(1, (-1, 16)).transpose(0, 1).flatten(0, 2)
 
-    return Product(blocks(product.weight), None if product.bias is None else blocks(product.bias), product.stored)
+    [weight] = product.segments
+    if isinstance(weight, Packed):
+        by_row = {name: tensor for name, tensor in weight.tensors.items() if name != "group_of"}
+        weight = weight.with_tensors({name: blocks(as_bytes(tensor)).view(tensor.dtype) for name, tensor in by_row.items()})
+        return Product((weight,), None if product.bias is None else blocks(product.bias))
+    return Product(blocks(weight), None if product.bias is None else blocks(product.bias), product.stored)
 
 
 def pack_stack(shape: StackShape, layers: Sequence[Layer], final_norm: Tensor | None, last_tap: int | None = None) -> tuple[Tensor, Tensor]:
@@ -125,11 +153,11 @@ def pack_stack(shape: StackShape, layers: Sequence[Layer], final_norm: Tensor | 
         input_norm, qkv = blob.add(layer.input_norm), blob.product(layer.qkv)
         norms, out = (blob.add(layer.query_norm), blob.add(layer.key_norm)), blob.product(layer.out)
         mlp_norm, gate_up, down = blob.add(layer.mlp_norm), blob.product(_interleaved(layer.gate_up)), blob.product(layer.down)
-        sizes = layer.qkv.weight.shape[1], layer.down.weight.shape[1]
+        sizes = layer.qkv.shape[1], layer.down.shape[1]
         window, tap = (-1 if value is None else value for value in (layer.window, layer.tap))
         rows += [input_norm, *qkv, *norms, *out, mlp_norm, *gate_up, *down, *sizes, window, layer.kv_layer, tap]
     *integers, eps, scale = astuple(shape)
-    head = [len(layers), layers[0].down.weight.shape[0], *integers, blob.add(final_norm), -1 if last_tap is None else last_tap]
+    head = [len(layers), layers[0].down.shape[0], *integers, blob.add(final_norm), -1 if last_tap is None else last_tap]
     return torch.cat(blob.parts), torch.tensor([*head, bits(eps), bits(scale), *rows], dtype=torch.int64)
 
 
