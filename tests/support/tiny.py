@@ -15,8 +15,8 @@ from graphspec.drafters.dflash.facts import DFlashFacts
 from graphspec.drafters.dflash.network import DFlashDraft
 from graphspec.drafters.eagle.facts import EagleFacts
 from graphspec.drafters.eagle.network import EagleDraft
-from graphspec.drafters.eagle3.facts import Eagle3Facts
-from graphspec.drafters.eagle3.network import Eagle3Draft
+from graphspec.drafters.heads.eagle3_facts import Eagle3Facts
+from graphspec.drafters.heads.eagle3_network import Eagle3Draft
 from graphspec.drafters.mtp.facts import MTPFacts
 from graphspec.drafters.mtp.network import MTPDraft
 from graphspec.drafters.p_eagle.facts import PEagleFacts

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from graphspec.config.train_options import AcceptanceConfig, TextConfig
-from graphspec.drafters.eagle3.training import choose_draft_vocab
+from graphspec.drafters.heads.eagle3_training import choose_draft_vocab
 from graphspec.errors import CheckpointError, ConfigError, ResourceError
 from graphspec.train.acceptance import check_acceptance
 from graphspec.train.blocks import Rope

@@ -10,8 +10,8 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...facts import ModelFacts
 from ...facts.keys import read_config
-from ..eagle3.facts import DEFAULT_TAPS, TAP_KEY, Eagle3Facts, default_taps, eagle3_config
-from ..eagle3.loading import EAGLE3_WRITTEN, eagle3_checkpoint
+from ..heads.eagle3_facts import DEFAULT_TAPS, TAP_KEY, Eagle3Facts, default_taps, eagle3_config
+from ..heads.eagle3_loading import EAGLE3_WRITTEN, eagle3_checkpoint
 from ..p_eagle.facts import PEagleFacts, p_eagle_config
 from .head import Head, Kind, decoder_config, decoder_needs, refuse, speculators
 

@@ -13,8 +13,8 @@ from ...errors import CheckpointError
 from ...facts import DraftFacts, ModelFacts
 from ...facts.keys import Keys
 from ...models.checkpoint import Checkpoint
-from ..eagle3.facts import TAP_KEY
-from ..eagle3.loading import read_vocab_map
+from ..heads.eagle3_facts import TAP_KEY
+from ..heads.tensors import read_vocab_map
 
 _OF_A_LAYOUT = {
     "architectures", "auto_map", "aux_hidden_state_layer_ids", "bias", "block_size", "causal", "causal_head", "dflash_config",

@@ -14,7 +14,7 @@ from ...config.checks import in_range
 from ...train.blocks import DecoderLayer, LayerShape, attend_blocks, attend_rows
 from ...train.drafter import NetworkConfig
 from ...train.masks import MaskConfig, spread
-from ..eagle3.training import Eagle3Config, Eagle3Draft
+from ..heads.eagle3_training import Eagle3Config, Eagle3Draft
 
 
 @dataclass
