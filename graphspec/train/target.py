@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from ..config.train_options import TargetConfig, TrainConfig
 from ..errors import ConfigError
 from . import loop
-from .attention import use_batched_products
+from .batched_products import use_batched_products
 from .hybrid import build_hybrid
 from .loop import Watch, unwatched
 from .texts import Streams

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from ...config.paths import check_writable, make_folder, unwritable, user_path
 from ...errors import CheckpointError, ConfigError, spell_bytes
 from ...facts import ModelFacts, read_model_facts
 from ...models.checkpoint import Checkpoint
-from ..heads.tensors import looks_like
+from ..heads.tensors import looks_like, renamed
 from .dflash import DFLASH
 from .eagle import EAGLE
 from .eagle3 import EAGLE3, P_EAGLE
@@ -53,13 +52,6 @@ class Converted:
         """The result in words."""
         found = f"{self.tensors} tensors, {spell_bytes(self.size)}, read back and equal to the bit"
         return f"{self.folder}: {self.kind} in the layout {self.layout}; config.json, model.safetensors with {found}"
-
-
-def _renamed(name: str, patterns: tuple[tuple[str, str], ...]) -> str:
-    for pattern, theirs in patterns:
-        if re.match(pattern, name):
-            return re.sub(f"^(?:{pattern})", theirs, name)
-    return name
 
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:
@@ -127,7 +119,7 @@ def convert(source: str | Path, destination: str | Path, layout: str, target: st
     facts = read_model_facts(user_path("target", str(target))) if target is not None else None
     head = kind.read(source, facts)
     config, tensors = kind.write(head, layout, facts)
-    stored = {_renamed(name, kind.written[layout]): tensor.contiguous().clone() for name, tensor in tensors.items()}
+    stored = {renamed(name, kind.written[layout]): tensor.contiguous().clone() for name, tensor in tensors.items()}
     make_folder("DST", destination.parent)
     folder: Path | None = None
     try:

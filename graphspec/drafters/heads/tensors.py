@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -91,6 +92,14 @@ def read_vocab_map(checkpoint: Checkpoint, vocab_size: int, draft_vocab_size: in
     else:
         found = f"i + d2t[i] from {int(token_Vd.min())} to {int(token_Vd.max())}, {int((token_Vd.diff() <= 0).sum())} steps not ascending"
     raise CheckpointError(checkpoint.key("d2t"), expected, found, hint)
+
+
+def renamed(name: str, patterns: tuple[tuple[str, str], ...]) -> str:
+    """The name of a tensor in a layout: the first pattern that matches its beginning is replaced."""
+    for pattern, theirs in patterns:
+        if re.match(pattern, name):
+            return re.sub(f"^(?:{pattern})", theirs, name)
+    return name
 
 
 class TargetVocabulary:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ...facts.draft import DraftFacts, DraftPass
+from ...facts.draft import DraftPass
 from ...facts.keys import Keys, read_architecture, read_config
 from ...facts.model import ModelFacts
 from ...shapes import CycleShape
@@ -83,7 +83,7 @@ def read_p_eagle_facts(path: str | Path, target: ModelFacts) -> PEagleFacts:
     return check_target(*p_eagle_config(Path(path), keys), keys, target)
 
 
-def assumed_facts(folder: Path, target: ModelFacts) -> tuple[DraftFacts, str]:
+def assumed_facts(folder: Path, target: ModelFacts) -> tuple[PEagleFacts, str]:
     """See :attr:`graphspec.config.catalog.Variant.assumed`."""
     facts, _ = assumed_eagle3(folder, target)
     decoder = replace(facts.decoder, num_layers=_LAYERS, sliding_window=(None,) * _LAYERS)
