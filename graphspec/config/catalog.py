@@ -49,6 +49,8 @@ class Variant:
     """Facts for ``graphspec plan`` if there is no draft, or no tensors: ``(folder, target facts) -> (DraftFacts, in words)``."""
     training: str = ""
     """The network that ``graphspec train`` trains, a :class:`graphspec.train.drafter.Drafter`; without it the variant is not trained."""
+    conversion: str = ""
+    """The layouts that its drafts are published in, for ``graphspec convert``: a :class:`graphspec.drafters.heads.written.Kind`."""
     shares_prefix: bool = False
     """All it keeps of a prompt's token is that token's draft KV, target feature and id, none of which depends on more than Y tokens after
     it: requests that begin alike may share pages."""

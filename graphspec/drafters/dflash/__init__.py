@@ -17,6 +17,7 @@ VARIANT = Variant(
     outline="graphspec.drafters.dflash.network:DFlashDraft.outline",
     assumed="graphspec.drafters.dflash.facts:assumed_facts",
     training="graphspec.drafters.dflash.training:DFlashDrafter",
+    conversion="graphspec.drafters.dflash.convert:DFLASH",
     draft_shards=True,
     auto_shape=CycleShape(15, 1, 16, "marginals"),
     demo_draft="dflash",

@@ -18,6 +18,7 @@ VARIANT = Variant(
     outline="graphspec.drafters.eagle.network:EagleDraft.outline",
     assumed="graphspec.drafters.eagle.facts:assumed_facts",
     training="graphspec.drafters.eagle.training:EagleDrafter",
+    conversion="graphspec.drafters.eagle.convert:EAGLE",
     full_vocabulary=True,
     auto_shape=CycleShape(3, 1, 4),
     auto_tree=CycleShape(5, 4, 8),

@@ -18,6 +18,7 @@ VARIANT = Variant(
     outline="graphspec.drafters.heads.eagle3_network:Eagle3Draft.outline",
     assumed="graphspec.drafters.heads.eagle3_facts:assumed_facts",
     training="graphspec.drafters.heads.eagle3_training:Eagle3Drafter",
+    conversion="graphspec.drafters.heads.eagle3_convert:EAGLE3",
     auto_shape=CycleShape(3, 1, 4),
     auto_tree=CycleShape(5, 4, 8),
     demo_draft="eagle3",

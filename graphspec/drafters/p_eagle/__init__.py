@@ -17,6 +17,7 @@ VARIANT = Variant(
     outline="graphspec.drafters.p_eagle.network:PEagleDraft.outline",
     assumed="graphspec.drafters.p_eagle.facts:assumed_facts",
     training="graphspec.drafters.p_eagle.training:PEagleDrafter",
+    conversion="graphspec.drafters.p_eagle.convert:P_EAGLE",
     draft_shards=True,
     auto_shape=CycleShape(7, 1, 8, "marginals"),
     auto_tree=CycleShape(7, 4, 16, "marginals"),
