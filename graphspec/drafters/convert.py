@@ -60,11 +60,12 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
 def _kind(source: Path) -> Kind:
     """The kind of a draft, by the names of its tensors."""
     checkpoint = Checkpoint(source)
-    for variant in all_variants():
-        if variant.conversion and (kind := load_object(variant.conversion)).fits(checkpoint.names()):
-            return kind
-    expected = "an EAGLE or EAGLE-3 head, a P-EAGLE head or a block drafter"
-    raise CheckpointError(str(source), expected, f"this looks like {looks_like(checkpoint)}")
+    kinds: list[Kind] = [load_object(variant.conversion) for variant in all_variants() if variant.conversion]
+    found = next((kind for kind in kinds if kind.fits(checkpoint.names())), None)
+    if found is None:
+        *others, last = (kind.called for kind in kinds)
+        raise CheckpointError(str(source), f"{', '.join(others)} or {last}", f"this looks like {looks_like(checkpoint)}")
+    return found
 
 
 def _check(source: Head, folder: Path, layout: str, kind: Kind, target: ModelFacts | None) -> None:
@@ -106,8 +107,7 @@ def convert(source: str | Path, destination: str | Path, layout: str, target: st
     check_writable("DST", str(destination), folder=True)
     kind = _kind(source)
     if layout not in kind.layouts:
-        article = "an" if kind.name.startswith("EAGLE") else "a"
-        raise ConfigError("layout", f"one of {', '.join(kind.layouts)} for {article} {kind.name}", repr(layout))
+        raise ConfigError("layout", f"one of {', '.join(kind.layouts)} for {kind.called}", repr(layout))
     facts = read_model_facts(user_path("target", str(target))) if target is not None else None
     head = kind.read(source, facts)
     config, tensors = kind.write(head, layout, facts)

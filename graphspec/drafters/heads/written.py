@@ -84,6 +84,11 @@ class Kind:
     checkpoint: Callable[[Any], tuple[Checkpoint, Any]]
     describe: Callable[[Head, str, ModelFacts | None], tuple[dict[str, bool], dict[str, Any]]]
 
+    @property
+    def called(self) -> str:
+        """The name with its article."""
+        return f"{'an' if self.name[0] in 'AEIOU' else 'a'} {self.name}"
+
     def fits(self, names: Collection[str]) -> bool:
         """Whether a draft with tensors of these names is of this kind."""
 
