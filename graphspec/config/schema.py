@@ -386,8 +386,7 @@ class AcceptConfig:
     """How drafted tokens are accepted. Ours leave the target's distribution as it is, but for synthetic, and target_only below 1.0."""
 
     rule: str = "match"
-    """match: sample, then match; target_only: one coin per node for its children; rejection: p/q, chains; synthetic: a forced length;
-    or the name of a rule that an installed package brings."""
+    """match (sample, then match), target_only (one coin per node), rejection (p/q, chains), synthetic (a forced length), or a package's."""
     threshold_single: float = 1.0
     """target_only: a child at least this likely is accepted without a coin; below 1 the output deviates from the target's."""
     threshold_acc: float = 1.0
