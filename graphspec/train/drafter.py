@@ -23,7 +23,7 @@ from transformers.utils import logging
 from ..config.catalog import all_variants, load_object, resolve_variant
 from ..config.checks import check_fields
 from ..config.paths import reason
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError
 from ..facts.draft import DraftFacts
 from ..facts.families import all_families
 from ..facts.layouts import Layout
@@ -293,18 +293,6 @@ def _without_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def default_taps(layers: int) -> list[int]:
-    """EAGLE-3's low, middle and high taps ``2, L // 2, L - 3`` (Li et al. 2025).
-
-    Raises:
-        ConfigError: the target is too shallow for them, so they must be named.
-    """
-    taps = [2, layers // 2, layers - 3]
-    if not 0 < taps[0] < taps[1] < taps[2]:
-        raise ConfigError("train.network.tap_layers", f"named layers, for the rule 2, L // 2, L - 3 fails at L = {layers}", taps)
-    return taps
 
 
 def feature_scale(target: PreTrainedModel, tap_layers: tuple[int, ...]) -> Tensor:

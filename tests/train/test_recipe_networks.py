@@ -18,7 +18,7 @@ from graphspec.drafters.heads.eagle3_training import choose_draft_vocab
 from graphspec.errors import CheckpointError, ConfigError, ResourceError
 from graphspec.train.acceptance import check_acceptance
 from graphspec.train.draft import Recipe, Texts, draft_losses, train_draft
-from graphspec.train.drafter import Target, default_taps, network_of, unrolled
+from graphspec.train.drafter import Target, network_of, unrolled
 from graphspec.train.export import export_draft
 from graphspec.train.optim import Optimizers
 from tests.support.drafts import (
@@ -320,9 +320,9 @@ def test_draft_vocabulary_is_the_most_counted_and_keeps_the_end():
 
 
 def test_default_taps_are_low_middle_high():
-    assert default_taps(12) == [2, 6, 9]
+    assert build("eagle3", tiny_target(num_hidden_layers=12), tap_layers=None).tap_layers == (2, 6, 9)
     with pytest.raises(ConfigError, match="tap_layers"):
-        default_taps(5)
+        build("eagle3", tiny_target(num_hidden_layers=5), tap_layers=None)
 
 
 def test_both_kinds_of_text_weigh_the_same():
