@@ -25,7 +25,7 @@ help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 # torch goes first and alone: whichever build of it pip is set up to find (CPU or CUDA) is then kept by everything after it.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "graphspec needs Python >= 3.11, found " + sys.version + "; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt torch

@@ -1,14 +1,16 @@
 """Trains a demo target and its drafts from scratch: ``python -m recipes.train_demo [--config NAME] [--work DIR]``.
 
-``graphspec train`` does everything between text and weights, once for the target and once for each draft, with the experiments of
-``recipes/conf/<config>``. Finished stages are not run again, and an interrupted one resumes when the same command is given again.
+``recipes.target`` and ``graphspec train`` do everything between text and weights, once for the target and once for each draft, with the
+experiments of ``recipes/conf/<config>``. Finished stages are not run again, and an interrupted one resumes when the same command is given
+again.
 
     corpus      WORK/corpus         train/, held_out/ and NOTICE (recipes.corpus)
-    target      WORK/target         graphspec train experiment=recipes/conf/<config>/target.yaml
+    target      WORK/target         recipes.target experiment=recipes/conf/<config>/target.yaml, and shape.yaml
     <draft>     WORK/<draft>        graphspec train experiment=recipes/conf/<config>/<draft>.yaml, and drafts.yaml for all
     export      OUT                 target/, <draft>/, training.json, README.md and NOTICE
 
-Further arguments ``key=value`` go to every ``graphspec train`` (``train.dtype=bfloat16``), ``corpus.*`` to the corpus.
+Further arguments ``key=value`` go to every training (``train.dtype=bfloat16``), ``corpus.*`` to the corpus, ``target.*`` and
+``unlikelihood.*`` to the target.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from graphspec.config.command_options import LaunchConfig
 from graphspec.config.compose import load_config
@@ -34,8 +35,10 @@ from graphspec.train.export import TOKENIZER_FILES, size_in_megabytes
 from graphspec.train.memory import keep_freed_memory
 from graphspec.train.run import RECORD, headline, run
 
+from . import target
 from .card import model_card
 from .corpus import CorpusConfig, build, write
+from .settings import TargetSettings, read_settings
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONF = REPOSITORY / "recipes" / "conf"
@@ -55,20 +58,13 @@ class Demo:
         self.folder, self.work, self.out = CONF / name, work, out
         if not (self.folder / "target.yaml").exists():
             raise ConfigError("--config", "one of " + ", ".join(sorted(f.name for f in CONF.iterdir())), repr(name))
-        self.corpus_config = self._corpus_config([word for word in words if word.startswith("corpus.")])
-        self.words = [word for word in words if not word.startswith("corpus.")]
+        corpus, own = ([word for word in words if word.startswith(groups)] for groups in ("corpus.", ("target.", "unlikelihood.")))
+        bare = [word.removeprefix("corpus.") for word in corpus]
+        self.corpus_config = read_settings(CorpusConfig, self.folder / "corpus.yaml", bare, "corpus.")
+        self.target_settings = read_settings(TargetSettings, self.folder / "shape.yaml", own)
+        self.words = [word for word in words if word not in (*corpus, *own)]
         self.drafts = {name: self.config(name) for name in trained_variants() if (self.folder / f"{name}.yaml").exists()}
         self.target = self.config("target")
-
-    def _corpus_config(self, words: list[str]) -> CorpusConfig:
-        file = self.folder / "corpus.yaml"
-        given = OmegaConf.from_dotlist([word.removeprefix("corpus.") for word in words])
-        try:
-            return cast(
-                "CorpusConfig", OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(CorpusConfig), OmegaConf.load(file), given))
-            )
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"corpus.{error.full_key or '?'}", "a setting of the corpus", str(error).splitlines()[0]) from error
 
     def _of_every_draft(self) -> list[str]:
         """The settings of ``drafts.yaml``, if the folder has one, as words."""
@@ -105,8 +101,9 @@ class Demo:
             else:
                 config = self.target if name == "target" else self.drafts[name]
                 with progress_bars(lines=True) as watch:
-                    figures = run(config, watch)
-                print(headline(figures, str(config.train.out)), flush=True)
+                    figures = target.run(config, self.target_settings, watch) if name == "target" else run(config, watch)
+                lines = target.headline if name == "target" else headline
+                print(lines(figures, str(config.train.out)), flush=True)
 
     def record(self, name: str) -> dict[str, Any]:
         """The figures that ``graphspec train`` wrote."""
@@ -118,8 +115,8 @@ class Demo:
 
     def figures(self) -> dict[str, Any]:
         """All figures of the card."""
-        target, corpus = self.record("target"), json.loads((self.work / "corpus" / "corpus.json").read_text(encoding="utf-8"))
-        corpus |= {key: target["data"][key] for key in ("train_tokens", "held_out_tokens")}
+        trained, corpus = self.record("target"), json.loads((self.work / "corpus" / "corpus.json").read_text(encoding="utf-8"))
+        corpus |= {key: trained["data"][key] for key in ("train_tokens", "held_out_tokens")}
         drafts: dict[str, Any] = {}
         for name in self.trained():
             record = self.record(name)
@@ -127,7 +124,7 @@ class Demo:
         settings = self.settings()
         return {
             "corpus": corpus,
-            "target": {**target["training"], "published": target["published"]},
+            "target": {**trained["training"], "published": trained["published"]},
             "drafts": drafts,
             "megabytes": round(size_in_megabytes(self.out), 2),
             "config": {**settings, "drafts": {name: settings["drafts"][name] for name in drafts}},
@@ -135,10 +132,9 @@ class Demo:
 
     def settings(self) -> dict[str, Any]:
         """The training settings of all models."""
-        target = self.target.train
         some = next(iter(self.drafts.values())).train
         return {
-            "target": {**target.target.shape(), **shown(target)},
+            "target": {**self.target_settings.target.shape(), **shown(self.target.train)},
             "text": asdict(some.text),
             "drafts": {
                 name: {"variant": name, **shown(config.train), "network": asdict(Recipe(name, config.train).network())}
@@ -187,7 +183,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--config", default="demo", help="a folder of recipes/conf")
     parser.add_argument("--stage", action="append", default=[], help="run only this stage (repeatable)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads")
-    parser.add_argument("words", nargs="*", help="key=value for every graphspec train; corpus.key=value for the corpus")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        help="key=value for every training; corpus.*, target.*, unlikelihood.*: for the corpus, for the target",
+    )
     options = parser.parse_args(arguments)
     words = [f"hardware.threads={options.threads}", *options.words]
     # Each kind of model has its own folders.

@@ -10,7 +10,7 @@ import pytest
 
 from graphspec.config.catalog import resolve_variant
 from graphspec.config.schema import Config, HardwareConfig, ModelConfig, RuntimeConfig, VariantConfig
-from graphspec.drafters.eagle3.facts import Eagle3Facts
+from graphspec.drafters.heads.eagle3_facts import Eagle3Facts
 from graphspec.errors import ConfigError
 from graphspec.facts import DraftFacts, ModelFacts, read_model_facts
 from graphspec.lab.predict.model_pair import SHAPES

@@ -473,9 +473,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "train": Command(
         _train,
-        "train a draft for a target, or a small target from nothing; goes on where it stopped",
+        "train a draft for a target; goes on where it stopped",
         """\
-  variant=eagle3|eagle|p_eagle|dflash|mtp|standalone   the draft; none: a target from nothing, of the shape train.target.*
+  variant=eagle3|eagle|p_eagle|dflash|mtp|standalone   the draft
   model=FOLDER                      the target: demo, or a checkpoint with layers like those of Llama (docs/training.md)
   train.data=[FOLDER,FILE]          text of the kind that will be generated; train.held_out=[...] is never trained on
   train.out=FOLDER                  the finished checkpoint, with its figures in training.json

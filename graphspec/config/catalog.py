@@ -1,11 +1,11 @@
-"""The variants as data: names, capabilities and where their code is. Imports no torch, so that ``--help`` does not either.
+"""Variants and acceptance rules as data: names, capabilities and where their code is. Imports no torch, so that ``--help`` does not either.
 
 Stages read capabilities and never a name. A variant is a folder of :mod:`graphspec.drafters`, and one line in :data:`VARIANTS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from ..errors import ConfigError
 from ..shapes import PLAIN, CycleShape
-from .checks import closest
+from .checks import closest, one_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,8 @@ class Variant:
     """Facts for ``graphspec plan`` if there is no draft, or no tensors: ``(folder, target facts) -> (DraftFacts, in words)``."""
     training: str = ""
     """The network that ``graphspec train`` trains, a :class:`graphspec.train.drafter.Drafter`; without it the variant is not trained."""
+    conversion: str = ""
+    """The layouts that its drafts are published in, for ``graphspec convert``: a :class:`graphspec.drafters.heads.written.Kind`."""
     shares_prefix: bool = False
     """All it keeps of a prompt's token is that token's draft KV, target feature and id, none of which depends on more than Y tokens after
     it: requests that begin alike may share pages."""
@@ -86,6 +88,34 @@ class Variant:
         return self.shares_prefix and not recurrent if wanted is None else wanted
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptanceRule:
+    """Capabilities of one way to accept what was drafted."""
+
+    name: str
+    summary: str
+    make: str
+    """The rule in a program, as ``module:attribute``: ``(build) -> graphspec.graphs.stages.acceptance_rules.Match``."""
+    exact: bool = True
+    """The output has the target's distribution, unless an option of the rule says otherwise."""
+    samples_positions: bool = False
+    """What is sampled at a node belongs to its position, so drafters may rank with the sampler's own noise (``variant.draft_noise``)."""
+    reads_probabilities: bool = False
+    """Where there is noise, it reads the target's probabilities, not just the token that is sampled."""
+    sampled_drafts: bool = False
+    """Drafters draw one token of their own distribution, which is kept for the rule; chains of a network alone."""
+
+
+_RULES = "graphspec.graphs.stages.acceptance_rules"
+ACCEPTANCE_RULES = (
+    AcceptanceRule(name="match", summary="sample, then match", make=f"{_RULES}:Match", samples_positions=True),
+    AcceptanceRule(name="target_only", summary="one coin per node", make=f"{_RULES}:TargetOnly", reads_probabilities=True),
+    AcceptanceRule(name="rejection", summary="p/q, chains", make=f"{_RULES}:Rejection", reads_probabilities=True, sampled_drafts=True),
+    AcceptanceRule(name="synthetic", summary="a forced length", make=f"{_RULES}:Synthetic", exact=False, samples_positions=True),
+)
+RULE_ENTRY_POINTS = "graphspec.acceptance_rules"
+"""Group of entry points through which another package adds an :class:`AcceptanceRule`: ``name = module:attribute``."""
+
 PLAIN_DECODING = Variant(
     name="none", summary="plain decoding on the same engine: one verify node, no drafter", drafter="none", shares_prefix=True
 )
@@ -113,12 +143,17 @@ def all_variants() -> tuple[Variant, ...]:
     Raises:
         ConfigError: an entry point that is no :class:`Variant`, or whose name is taken.
     """
-    found: dict[str, Variant] = {name: load_object(path) for name, path in VARIANTS.items()}
-    for key, value, variant in entry_point_rows(ENTRY_POINTS, Variant):
-        if variant.name in found:
-            raise ConfigError(key, "a name that is not taken", f"{value} next to the variant of that name")
-        found[variant.name] = variant
-    return tuple(found.values())
+    return _with_entry_points([load_object(path) for path in VARIANTS.values()], ENTRY_POINTS, "variant")
+
+
+@cache
+def all_acceptance_rules() -> tuple[AcceptanceRule, ...]:
+    """Ours, and those of installed packages (read once per process).
+
+    Raises:
+        ConfigError: an entry point that is no :class:`AcceptanceRule`, or whose name is taken.
+    """
+    return _with_entry_points(ACCEPTANCE_RULES, RULE_ENTRY_POINTS, "rule")
 
 
 class Named(Protocol):
@@ -149,6 +184,26 @@ def entry_point_rows(group: str, kind: type[Row]) -> Iterator[tuple[str, str, Ro
         if not isinstance(row, kind) or row.name != point.name:
             raise ConfigError(key, f"a {kind.__module__}.{kind.__qualname__} called {point.name!r}", f"{point.value}: {row!r}"[:200])
         yield key, point.value, row
+
+
+def _with_entry_points(ours: Sequence[Row], group: str, what: str) -> tuple[Row, ...]:
+    found = {row.name: row for row in ours}
+    for key, value, row in entry_point_rows(group, type(ours[0])):
+        if row.name in found:
+            raise ConfigError(key, "a name that is not taken", f"{value} next to the {what} of that name")
+        found[row.name] = row
+    return tuple(found.values())
+
+
+def resolve_acceptance_rule(name: str) -> AcceptanceRule:
+    """The acceptance rule called ``name``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    rules = {rule.name: rule for rule in all_acceptance_rules()}
+    one_of("accept.rule", name, list(rules))
+    return rules[name]
 
 
 def resolve_variant(name: str) -> Variant:

@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from ..errors import ConfigError
-from .catalog import VARIANTS, all_variants
+from .catalog import ACCEPTANCE_RULES, VARIANTS, all_acceptance_rules, all_variants
 from .checks import closest, cut, spell_type, typed
 from .command_options import LaunchConfig
 from .hints import hint_for_path
@@ -255,13 +255,14 @@ def config_groups() -> dict[str, tuple[str, ...]]:
             choices = tuple(sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")))
             if choices:
                 groups[folder.name] = choices
-    groups["variant"] = tuple(sorted({*groups["variant"], *(variant.name for variant in all_variants())}))
+    for group, rows in (("variant", all_variants()), ("accept", all_acceptance_rules())):
+        groups[group] = tuple(sorted({*groups[group], *(row.name for row in rows)}))
     return groups
 
 
 def register_schema() -> None:
-    """Put the dataclasses into Hydra's store, where ``conf/config.yaml`` finds them as ``schema``, and a choice for each variant from an
-    entry point, and an empty preset of ``train`` for each variant without one.
+    """Put the dataclasses into Hydra's store, where ``conf/config.yaml`` finds them as ``schema``, and a choice for each variant and
+    acceptance rule from an entry point, and an empty preset of ``train`` for each variant without one.
     """
     store = ConfigStore.instance()
     schema = OmegaConf.structured(LaunchConfig)
@@ -276,6 +277,8 @@ def register_schema() -> None:
         if variant.name not in trained:
             # conf/config.yaml follows the variant; one that is not trained has no preset.
             store.store(group="train", name=variant.name, node={}, provider="graphspec")
+    for rule in all_acceptance_rules()[len(ACCEPTANCE_RULES) :]:
+        store.store(group="accept", name=rule.name, node={"rule": rule.name}, provider="graphspec")
 
 
 def explain(error: Exception, words: Sequence[str]) -> ConfigError:

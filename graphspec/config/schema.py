@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..shapes import NEUTRAL, sampling_class_of
+from .catalog import resolve_acceptance_rule
 from .checks import FLOAT32_LEAST, INT32_MOST, INT64_MOST, Errors, ascending, brief, check_fields, in_range, one_of, usable_temperature
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -27,7 +28,6 @@ DRAFT_NOISES = ("coupled", "none")
 DRAFT_PARALLEL = ("auto", "replicated", "sharded")
 NGRAM_MATCHES = ("bfs", "prob")
 GENERATION_CONFIGS = ("auto", "ignore")
-ACCEPT_RULES = ("match", "target_only", "rejection", "synthetic")
 
 MAX_ROWS = 65536
 """Most rows or lanes; like the bounds below far above real use, to refuse typing errors before memory is counted."""
@@ -383,10 +383,10 @@ class SamplingConfig:
 
 @dataclass(kw_only=True)
 class AcceptConfig:
-    """How drafted tokens are accepted. All rules but synthetic, and target_only below 1.0, leave the target's distribution as it is."""
+    """How drafted tokens are accepted. Ours leave the target's distribution as it is, but for synthetic, and target_only below 1.0."""
 
     rule: str = "match"
-    """match: sample, then match; target_only: one coin per node for its children; rejection: p/q, chains; synthetic: a forced length."""
+    """match (sample, then match), target_only (one coin per node), rejection (p/q, chains), synthetic (a forced length), or a package's."""
     threshold_single: float = 1.0
     """target_only: a child at least this likely is accepted without a coin; below 1 the output deviates from the target's."""
     threshold_acc: float = 1.0
@@ -400,7 +400,7 @@ class AcceptConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "accept")
-        one_of("accept.rule", self.rule, ACCEPT_RULES)
+        resolve_acceptance_rule(self.rule)
         in_range("accept.threshold_single", self.threshold_single, 0, 1)
         in_range("accept.threshold_acc", self.threshold_acc, LEAST, 1)
         if self.rule != "target_only" and (self.threshold_single, self.threshold_acc) != (1.0, 1.0):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +11,6 @@ from .schema import LEAST, MOST, SEEDS
 
 DTYPES = ("float32", "bfloat16")
 SCHEDULES = ("linear", "cosine", "constant")
-TARGETS = ("llama", "qwen3_5")
 DEFAULT_STEPS = 600
 TEMPERATURES = (1e-5, 1e5)
 """Bounds of a temperature above 0, by which logits are divided."""
@@ -87,101 +86,6 @@ class AcceptanceConfig:
 
 
 @dataclass(kw_only=True)
-class UnlikelihoodConfig:
-    """Training a target against loops, after its schedule: it continues prompts of its text greedily, and tokens that repeat a run become
-    less likely (Welleck et al. 2020, arXiv 1908.04319).
-    """
-
-    steps: int = 0
-    """Optimizer steps; 0: none. Each also reads a batch of text as the first phase does."""
-    lr: float = 0.0006
-    """Peak learning rate of Muon and AdamW, which falls linearly to 0."""
-    weight: float = 1.0
-    """Weight of the unlikelihood relative to the loss on text."""
-    width: int = 16
-    """A token becomes less likely if it ends a run of this many tokens that occurred earlier in the same continuation."""
-    refresh: int = 8
-    """Steps after which new continuations are written."""
-    sequences: int = 128
-    """Continuations that are written at once."""
-    batch: int = 16
-    """Continuations per step."""
-    prompt: int = 64
-    """Tokens of a prompt."""
-    length: int = 224
-    """Tokens of a continuation with its prompt."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "train.unlikelihood")
-        in_range("train.unlikelihood.steps", self.steps, 0, INT32_MOST)
-        in_range("train.unlikelihood.lr", self.lr, LEAST, MOST)
-        in_range("train.unlikelihood.weight", self.weight, LEAST, MOST)
-        for key in ("refresh", "sequences", "prompt"):
-            in_range(f"train.unlikelihood.{key}", getattr(self, key), 1, LONGEST)
-        in_range("train.unlikelihood.batch", self.batch, 1, self.sequences)
-        in_range("train.unlikelihood.width", self.width, 2, LONGEST)
-        most = self.prompt + self.width
-        check("train.unlikelihood.length", most < self.length <= LONGEST, f"above prompt + width = {most}", self.length)
-
-
-RECURRENT_KEYS = (
-    "head_dim", "full_attention_interval", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
-)  # fmt: skip
-HYBRID_KEYS = ("architecture", *RECURRENT_KEYS)
-"""Keys of ``train.target`` that records of a Llama omit."""
-
-
-@dataclass(kw_only=True)
-class TargetConfig:
-    """Shape of a target that is trained from nothing (``variant=none``); its embedding is also its output head."""
-
-    architecture: str = "llama"
-    """``llama``, or ``qwen3_5``: gated delta nets, and gated attention in every ``full_attention_interval``-th layer."""
-    vocab_size: int = 2048
-    """Entries of the byte-level BPE that is trained on the same data."""
-    hidden_size: int = 192
-    intermediate_size: int = 448
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 6
-    num_key_value_heads: int = 3
-    max_position_embeddings: int = 1024
-    head_dim: int = 32
-    """``qwen3_5``: width of an attention head, of which a quarter is rotated; elsewhere ``hidden_size / num_attention_heads``."""
-    full_attention_interval: int = 4
-    linear_num_key_heads: int = 2
-    """``qwen3_5``, like the three below: heads of a gated delta net and their widths."""
-    linear_num_value_heads: int = 4
-    linear_key_head_dim: int = 32
-    linear_value_head_dim: int = 32
-
-    def __post_init__(self) -> None:
-        check_fields(self, "train.target")
-        one_of("train.target.architecture", self.architecture, TARGETS)
-        for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", *RECURRENT_KEYS):
-            in_range(f"train.target.{key}", getattr(self, key), 1, LONGEST)
-        # 256 bytes and the end of a text.
-        in_range("train.target.vocab_size", self.vocab_size, 257, LONGEST)
-        in_range("train.target.max_position_embeddings", self.max_position_embeddings, 2, LONGEST)
-        heads = self.num_attention_heads
-        whole = self.architecture != "llama" or self.hidden_size % (2 * heads) == 0
-        check("train.target.hidden_size", whole, f"a multiple of 2 x {heads} heads", self.hidden_size)
-        grouped = heads % self.num_key_value_heads == 0
-        check("train.target.num_key_value_heads", grouped, f"a divisor of num_attention_heads = {heads}", self.num_key_value_heads)
-        if self.architecture == "llama":
-            return
-        check("train.target.head_dim", self.head_dim % 8 == 0, "a multiple of 8, for pairs of a quarter of it are rotated", self.head_dim)
-        keys, values, every = self.linear_num_key_heads, self.linear_num_value_heads, self.full_attention_interval
-        check("train.target.linear_num_value_heads", values % keys == 0, f"a multiple of linear_num_key_heads = {keys}", values)
-        both = 2 <= every <= self.num_hidden_layers
-        expected = f"2..num_hidden_layers = {self.num_hidden_layers}, so that there are layers of both kinds"
-        check("train.target.full_attention_interval", both, expected, every)
-
-    def shape(self) -> dict[str, Any]:
-        """The keys that its architecture has."""
-        return {key: value for key, value in asdict(self).items() if self.architecture != "llama" or key not in HYBRID_KEYS}
-
-
-@dataclass(kw_only=True)
 class TrainConfig:
     """Options of ``graphspec train``. The group's choices are presets, one for each variant that is trained."""
 
@@ -232,23 +136,21 @@ class TrainConfig:
     log_steps: int = 20
     """Steps between two records of progress."""
     unroll: int = 5
-    """Drafts: steps that are unrolled on the network's own hidden states; a draft is only good to this depth."""
+    """steps that are unrolled on the network's own hidden states; a draft is only good to this depth."""
     decay: float = 0.8
-    """Drafts: the weight of unrolled step ``k`` is ``decay ** k``."""
+    """the weight of unrolled step ``k`` is ``decay ** k``."""
     feature_weight: float = 0.0
     """Drafts whose hidden state predicts the target's next feature: weight of the SmoothL1 distance to it."""
     raw_share: float = 0.0
-    """Drafts: share of each batch that is cut from the data; the rest is text written by the target."""
+    """share of each batch that is cut from the data; the rest is text written by the target."""
     network: dict[str, Any] = field(default_factory=dict)
-    """Drafts: settings of the variant's network, such as ``draft_vocab_size``, ``tap_layers``, ``num_heads``."""
+    """settings of the variant's network, such as ``draft_vocab_size``, ``tap_layers``, ``num_heads``."""
     text: TextConfig = field(default_factory=TextConfig)
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
-    target: TargetConfig = field(default_factory=TargetConfig)
-    unlikelihood: UnlikelihoodConfig = field(default_factory=UnlikelihoodConfig)
 
     def __post_init__(self) -> None:
         check_fields(self, "train", paths=("data", "held_out", "out", "work"))
-        for group in (self.text, self.acceptance, self.target, self.unlikelihood):
+        for group in (self.text, self.acceptance):
             group.__post_init__()
         check("train.held_out_share", 0 < self.held_out_share < 0.5, "a share above 0, below 0.5", self.held_out_share)
         one_of("train.dtype", self.dtype, DTYPES)

@@ -215,7 +215,7 @@ class Checkpoint:
         return True
 
 
-def tensor_sources(layout: Layout, ours: str, checkpoint: Checkpoint) -> tuple[str, ...]:
+def tensor_sources(layout: Layout, ours: str, checkpoint: Checkpoint | tuple[()]) -> tuple[str, ...]:
     """The checkpoint's tensors that make up a parameter; where a layout knows several spellings, those that are there."""
     generic, index = re.sub(r"\.\d+\.", ".*.", ours), re.search(r"\.(\d+)\.", ours)
     found = [tuple(s.replace("*", index[1] if index else "*") for s in rule.sources) for rule in layout.rules if rule.ours == generic]

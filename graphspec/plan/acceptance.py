@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from ..config.catalog import AcceptanceRule, resolve_acceptance_rule
 from ..config.schema import AcceptConfig, VariantConfig
 from ..errors import ConfigError
 from ..shapes import CycleShape
@@ -17,7 +18,7 @@ class AcceptPlan:
     """How drafted tokens are accepted.
 
     Attributes:
-        rule: its name in :data:`graphspec.graphs.stages.acceptance_rules.RULES`.
+        kind: the rule, as the catalog has it.
         threshold_single, threshold_acc: of rule ``target_only``.
         block_verification: of rule ``rejection``: the chain is judged as a whole, with coins and drafts of the cycle, not of positions.
         rates: of rule ``synthetic``: share of cycles that accept depth 1, 2, ... S.
@@ -27,7 +28,7 @@ class AcceptPlan:
         synthetic: the output is no text at all; only the time it took means something.
     """
 
-    rule: str
+    kind: AcceptanceRule
     threshold_single: float
     threshold_acc: float
     block_verification: bool
@@ -38,14 +39,14 @@ class AcceptPlan:
     synthetic: bool
 
     @property
-    def reads_probabilities(self) -> bool:
-        """Where there is noise, the rule reads the target's probabilities, not just the token that is sampled."""
-        return self.rule in ("target_only", "rejection")
+    def rule(self) -> str:
+        """Its name."""
+        return self.kind.name
 
 
 def ranks_with_noise(config: AcceptConfig, variant: VariantConfig) -> bool:
     """Whether drafts of a sampled row are ranked with the sampler's own noise."""
-    return variant.draft_noise == "coupled" and config.rule in ("match", "synthetic")
+    return variant.draft_noise == "coupled" and resolve_acceptance_rule(config.rule).samples_positions
 
 
 def resolve_accept(config: AcceptConfig, variant: VariantConfig, shape: CycleShape, *, has_network: bool) -> AcceptPlan:
@@ -55,15 +56,15 @@ def resolve_accept(config: AcceptConfig, variant: VariantConfig, shape: CycleSha
         ConfigError: a rule that this drafter or this shape can't serve.
     """
     steps, rates = shape.num_steps, config.synthetic_rates or []
-    rejection, synthetic = config.rule == "rejection", config.rule == "synthetic"
-    if rejection and steps:
+    kind, synthetic = resolve_acceptance_rule(config.rule), config.rule == "synthetic"
+    if kind.sampled_drafts and steps:
         if not has_network:
-            raise ConfigError("accept.rule", "match or target_only: rejection needs the distribution its drafts come from", config.rule)
+            raise ConfigError("accept.rule", f"match or target_only: {kind.name} needs the distribution its drafts come from", config.rule)
         if shape.topk > 1:
-            raise ConfigError("variant.topk", "1: accept.rule=rejection works on chains", shape.topk)
+            raise ConfigError("variant.topk", f"1: accept.rule={kind.name} works on chains", shape.topk)
         if variant.draft_noise != "coupled":
             raise ConfigError(
-                "variant.draft_noise", "coupled: accept.rule=rejection draws its drafts, by noise of its own", variant.draft_noise
+                "variant.draft_noise", f"coupled: accept.rule={kind.name} draws its drafts, by noise of its own", variant.draft_noise
             )
     if config.synthetic_length is not None:
         if config.synthetic_length > steps + 1:
@@ -79,14 +80,16 @@ def resolve_accept(config: AcceptConfig, variant: VariantConfig, shape: CycleSha
         )  # fmt: skip
     if synthetic:
         logger.warning("accept.rule=synthetic forces the accepted length: it times the runtime, its output is no text")
+    elif not kind.exact:
+        logger.warning("accept.rule=%s: the output does not have the target's distribution", kind.name)
     return AcceptPlan(
-        rule=config.rule,
+        kind=kind,
         threshold_single=config.threshold_single,
         threshold_acc=config.threshold_acc,
         block_verification=config.block_verification and steps > 0,
         rates=(*rates, *[0.0] * (steps - len(rates))),
         coupled=ranks_with_noise(config, variant),
-        sampled_drafts=rejection and steps > 0,
-        lossy=lossy or synthetic,
+        sampled_drafts=kind.sampled_drafts and steps > 0,
+        lossy=lossy or not kind.exact,
         synthetic=synthetic,
     )

@@ -1,84 +1,89 @@
-"""Causal attention for training on a CPU in bfloat16: batched products over whole score matrices.
+"""Attention of draft networks in training: whole sequences at once, keys and values in memory with their gradients.
 
-PyTorch's flash attention for CPUs multiplies small blocks, and its backward pass takes a third of a training step of a narrow model on a
-processor with a matrix unit (amx_bf16). As batched products, a layer takes a third of the time. The probabilities are kept for the backward
-pass, ``2 * batch * heads * length ** 2`` bytes per layer. Each pass is an operator, so that a compiler does not decompose it.
+It takes the place of paged attention in the networks of inference (:class:`graphspec.models.attention.Attention`). Query tokens are A
+blocks of M; a block sees a part of a prefix that all share, and the tokens of its own block.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-NAME = "graphspec_causal"
+from ..kernels.formulas import apply_rope, rms_norm
+from ..models.attention import HeadTransform
 
-
-@torch.library.custom_op("graphspec_train::causal_attention", mutates_args=())
-def causal_attention(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, T, D]`` and probabilities ``[B * G, H / G * T, T]`` of unpadded sequences, all of one dtype."""
-    B, H, T, D = q_BHTD.shape
-    G = k_BGTD.shape[1]
-    future = torch.full((T, T), float("-inf"), dtype=q_BHTD.dtype, device=q_BHTD.device).triu_(1)
-    rows = (q_BHTD * scale).reshape(B * G, H // G * T, D)
-    scores = torch.bmm(rows, k_BGTD.reshape(B * G, T, D).mT).view(B * H, T, T).add_(future)
-    probabilities = torch.softmax(scores, -1).view(B * G, H // G * T, T)
-    return torch.bmm(probabilities, v_BGTD.reshape(B * G, T, D)).view(B, H, T, D), probabilities
+KeyValues = dict[int, tuple[Tensor, Tensor]]
+"""Keys and values of each layer."""
 
 
-@causal_attention.register_fake
-def _(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    B, H, T, D = q_BHTD.shape
-    G = k_BGTD.shape[1]
-    return q_BHTD.new_empty(B, H, T, D), q_BHTD.new_empty(B * G, H // G * T, T)
+class SequenceAttention:
+    """Attention of ``T = A * M`` tokens at the positions ``position_T``.
 
+    Args:
+        position_T: int64.
+        seen_AR: bool, the rows of the prefix that each block sees.
+        prefix: ``[B, R, G, D]`` of each layer; None: these tokens are the prefix, R = A and M = 1.
+        own: ``[B, A, N, G, D]`` of each layer, the tokens that each block had before, to which these are appended.
+        causal: a token sees those of its block up to itself; otherwise all of them.
+    """
 
-@torch.library.custom_op("graphspec_train::causal_attention_backward", mutates_args=())
-def causal_attention_backward(
-    gradient_BHTD: Tensor, probabilities: Tensor, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
-    B, H, T, D = q_BHTD.shape
-    G = k_BGTD.shape[1]
-    gradient = gradient_BHTD.reshape(B * G, H // G * T, D)
-    of_v = torch.bmm(probabilities.mT, gradient)
-    of_probabilities = torch.bmm(gradient, v_BGTD.reshape(B * G, T, D).mT)
-    backward = torch.ops.aten._softmax_backward_data  # noqa: SLF001
-    of_scores = backward(of_probabilities, probabilities, -1, probabilities.dtype)
-    of_q = torch.bmm(of_scores, k_BGTD.reshape(B * G, T, D)).mul_(scale)
-    of_k = torch.bmm(of_scores.mT, q_BHTD.reshape(B * G, H // G * T, D)).mul_(scale)
-    return of_q.view(B, H, T, D), of_k.view(B, G, T, D), of_v.view(B, G, T, D)
+    recurrence = None
 
+    def __init__(
+        self, position_T: Tensor, seen_AR: Tensor, prefix: KeyValues | None = None, own: KeyValues | None = None, *, causal: bool = True
+    ) -> None:
+        self.position_BT = position_T[None]
+        self.rope_length_BT = self.position_BT + 1
+        self.valid_BT = torch.ones_like(self.position_BT, dtype=torch.bool)
+        self.seen_AR, self.causal = seen_AR, causal
+        self.is_prefix = prefix is None
+        self.prefix: KeyValues = {} if prefix is None else prefix
+        self.own: KeyValues = {} if own is None else own
 
-@causal_attention_backward.register_fake
-def _(
-    gradient_BHTD: Tensor, probabilities: Tensor, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q_BHTD.new_empty(q_BHTD.shape), k_BGTD.new_empty(k_BGTD.shape), v_BGTD.new_empty(v_BGTD.shape)
+    def write(self, layer: int, query_BTQD: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, heads: HeadTransform) -> Tensor:
+        """See :class:`graphspec.models.attention.Attention`."""
+        cos_BTD, sin_BTD = heads.rotation.cos_sin(torch.float32)
+        if heads.query_norm is not None and heads.key_norm is not None:
+            query_BTQD = rms_norm(query_BTQD, heads.query_norm, heads.norm_eps, heads.norm_offset)
+            key_BTGD = rms_norm(key_BTGD, heads.key_norm, heads.norm_eps, heads.norm_offset)
+        key_BTGD = apply_rope(key_BTGD, cos_BTD, sin_BTD)
+        if self.is_prefix:
+            self.prefix[layer] = key_BTGD, value_BTGD
+        else:
+            key_BANGD, value_BANGD = (x.unflatten(1, (len(self.seen_AR), -1)) for x in (key_BTGD, value_BTGD))
+            if layer in self.own:
+                before = self.own[layer]
+                key_BANGD, value_BANGD = torch.cat((before[0], key_BANGD), 2), torch.cat((before[1], value_BANGD), 2)
+            self.own[layer] = key_BANGD, value_BANGD
+        return apply_rope(query_BTQD, cos_BTD, sin_BTD)
 
+    def __call__(
+        self, layer: int, query_BTQD: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, heads: HeadTransform, scale: float,
+        window_left: int | None,
+    ) -> Tensor:  # fmt: skip
+        """See :class:`graphspec.models.attention.Attention`."""
+        assert window_left is None, "a draft in training sees its whole prefix"
+        rotated_BTQD = self.write(layer, query_BTQD, key_BTGD, value_BTGD, heads)
+        query = rotated_BTQD.unflatten(2, (key_BTGD.shape[2], -1)).unflatten(1, (len(self.seen_AR), -1)) * scale
+        key_BRGD, value_BRGD = self.prefix[layer]
+        scores = torch.einsum("bamghd,brgd->bamghr", query, key_BRGD).masked_fill(~self.seen_AR[:, None, None, None], float("-inf"))
+        if self.is_prefix:
+            out = torch.einsum("bamghr,brgd->bamghd", scores.softmax(-1), value_BRGD)
+        else:
+            key_BANGD, value_BANGD = self.own[layer]
+            own = torch.einsum("bamghd,bangd->bamghn", query, key_BANGD)
+            tokens, known = query.shape[2], key_BANGD.shape[2]
+            if self.causal:
+                seen_MN = torch.ones(tokens, known, dtype=torch.bool, device=own.device).tril(known - tokens)
+                own = own.masked_fill(~seen_MN[:, None, None], float("-inf"))
+            weights, own_weights = torch.cat((scores, own), -1).softmax(-1).split((scores.shape[-1], known), -1)
+            out = torch.einsum("bamghr,brgd->bamghd", weights, value_BRGD) + torch.einsum("bamghn,bangd->bamghd", own_weights, value_BANGD)
+        return out.flatten(1, 2).flatten(2, 3)
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.scale = inputs
-    ctx.save_for_backward(output[1], q, k, v)
+    def latent(self, *arguments: object) -> Tensor:
+        """Latent attention is not trained."""
+        raise NotImplementedError
 
-
-def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-    of_q, of_k, of_v = causal_attention_backward(gradient, *ctx.saved_tensors, ctx.scale)
-    return of_q, of_k, of_v, None
-
-
-causal_attention.register_autograd(_backward, setup_context=_save)
-
-
-def _forward(module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, scaling: float, **rest: Any) -> tuple[Tensor, None]:
-    output, _ = causal_attention(q.to(v.dtype), k.to(v.dtype), v, scaling)
-    return output.transpose(1, 2), None
-
-
-def use_batched_products(model: PreTrainedModel) -> None:
-    """Make ``model`` use this attention; its sequences must have no padding and no cache."""
-    AttentionInterface.register(NAME, _forward)
-    AttentionMaskInterface.register(NAME, lambda *arguments, **rest: None)
-    model.set_attn_implementation(NAME)
+    def write_latent(self, *arguments: object) -> Tensor:
+        """Latent attention is not trained."""
+        raise NotImplementedError

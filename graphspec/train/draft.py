@@ -44,9 +44,7 @@ class Recipe:
     def __post_init__(self) -> None:
         config = self.train
         if self.variant not in trained_variants():
-            raise ConfigError(
-                "variant", "one that is trained: " + ", ".join(trained_variants()) + ", or none for a target", repr(self.variant)
-            )
+            raise ConfigError("variant", "one that is trained: " + ", ".join(trained_variants()), repr(self.variant))
         shortest = min(length for _, _, length in config.schedule_phases)
         if shortest <= config.unroll + 1:
             raise ConfigError("train.sequence_length", f"sequences longer than train.unroll + 1 = {config.unroll + 1}", shortest)

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
@@ -22,10 +23,14 @@ from transformers.utils import logging
 from ..config.catalog import all_variants, load_object, resolve_variant
 from ..config.checks import check_fields
 from ..config.paths import reason
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError
+from ..facts.draft import DraftFacts
 from ..facts.families import all_families
-from .blocks import Attend, attend_rows, start_small
-from .hybrid import is_hybrid
+from ..facts.layouts import Layout
+from ..models.checkpoint import tensor_sources
+from ..models.layers import Linear, RMSNorm
+from .attention import KeyValues, SequenceAttention
+from .facts import is_hybrid
 
 
 @dataclass
@@ -41,10 +46,61 @@ class NetworkConfig:
         return None
 
 
+class SharedEmbedding(nn.Module):
+    """The target's embedding, frozen and no part of the draft's checkpoint; its vectors are float32, the draft's dtype."""
+
+    weight: Tensor
+
+    def __init__(self, target: PreTrainedModel) -> None:
+        super().__init__()
+        self.register_buffer("weight", target.model.embed_tokens.weight.detach(), persistent=False)
+
+    def forward(self, token_BT: Tensor, valid_BT: Tensor) -> Tensor:
+        """``[B, T, H]``; in training every token is valid."""
+        del valid_BT
+        return F.embedding(token_BT, self.weight).float()
+
+
+class SharedHead(nn.Module):
+    """The target's output head, frozen and no part of the draft's checkpoint; it multiplies in its own dtype."""
+
+    weight: Tensor
+
+    def __init__(self, target: PreTrainedModel) -> None:
+        super().__init__()
+        self.register_buffer("weight", target.lm_head.weight.detach(), persistent=False)
+
+    def forward(self, x: Tensor, norm: RMSNorm | None = None, *, float32: bool) -> Tensor:
+        """Logits ``[.., V]`` of hidden states ``[.., H]``."""
+        del float32  # the losses are
+        return F.linear((x if norm is None else norm(x)).to(self.weight.dtype), self.weight)
+
+
+def shared_with(target: PreTrainedModel, *, head: bool = True) -> dict[str, Any]:
+    """Arguments of a draft network: positions of its RoPE table, the target's embedding, and ``head``: the target's output head."""
+    shared: dict[str, Any] = {"max_positions": target.config.max_position_embeddings, "embed_tokens": SharedEmbedding(target)}
+    return shared | ({"lm_head": SharedHead(target)} if head else {})
+
+
+def begin_stream(projection: Linear, scale_F: Tensor | None = None) -> None:
+    """Make a projection begin the residual stream: its output is float32 whatever the product is, and its input is scaled.
+
+    A matrix whose input is ten times too large, or whose halves must differ that much in size, learns slowly. It is trained on scaled
+    inputs and published for unscaled ones (:func:`named_tensors`).
+    """
+    if scale_F is not None:
+        projection.register_buffer("input_scale", scale_F, persistent=False)
+        projection.register_forward_pre_hook(lambda module, given: (given[0] * module.input_scale, *given[1:]))
+    projection.register_forward_hook(lambda module, given, out: out.float())
+
+
 class Drafter(nn.Module):
-    """A draft network in its published layout.
+    """A draft network in training: the network of inference, with attention over whole sequences.
 
     ``state_dict`` has the trained parameters. Those shared with the target (embedding, output head) are buffers that are not stored.
+
+    Args:
+        network: a :class:`~graphspec.graphs.stages.stage.DraftModel` with ``facts``; its parameters are not initialised yet.
     """
 
     Settings: ClassVar[type[NetworkConfig]]
@@ -52,34 +108,52 @@ class Drafter(nn.Module):
     """The architecture in a few words for a model card; ``{key}`` stands for a setting."""
     unmixed: ClassVar[tuple[str, ...]] = ()
     """Parts of the names of matrices that map to or from the vocabulary, which AdamW updates."""
-    num_heads: int = 1
-    """Steps with separate weights; 1: every step uses the same weights."""
-    most_steps: int | None = None
-    """The deepest it can draft; None: any depth."""
-    tap_layers: tuple[int, ...] = ()
-    """The features are the target's residual streams entering these layers; empty: its hidden state after the final norm."""
-    has_vocab: bool = False
-    """Whether it has its own draft vocabulary (:meth:`target_ids`)."""
     stands_alone: bool = False
     """Whether it is a whole model, exported with a tokenizer, the target's."""
     reads_hybrids: bool = False
     """Whether it can be trained for targets with recurrent layers."""
     feeds_feature: bool = False
     """Whether its hidden state predicts the target's feature of the next position, so that the distance can be part of the loss."""
-    embedding_VH: Tensor
-    head_VH: Tensor
 
-    def share(self, target: PreTrainedModel) -> None:
-        """Use the target's embedding and output head."""
-        self.register_buffer("embedding_VH", target.model.embed_tokens.weight.detach(), persistent=False)
-        self.register_buffer("head_VH", target.lm_head.weight.detach(), persistent=False)
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network: Any = network
+
+    @property
+    def facts(self) -> DraftFacts:
+        """Of the network."""
+        return cast("DraftFacts", self.network.facts)
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """The features are the target's residual streams entering these layers; empty: its hidden state after the final norm."""
+        return self.facts.tap_layers
+
+    @property
+    def num_heads(self) -> int:
+        """Steps with separate weights; 1: every step uses the same weights."""
+        return self.facts.num_heads
+
+    @property
+    def most_steps(self) -> int | None:
+        """The deepest it can draft; None: any depth."""
+        return self.num_heads if self.num_heads > 1 else self.facts.max_steps
+
+    @classmethod
+    @abstractmethod
+    def of(cls, target: PreTrainedModel, config: Any) -> Drafter:
+        """The drafter of these settings, its parameters uninitialised.
+
+        Raises:
+            ConfigError: settings that don't fit the target.
+        """
 
     @classmethod
     def build(cls, target: PreTrainedModel, config: NetworkConfig, counts_V: Tensor | None) -> Drafter:
         """A new network for ``target``. ``counts_V`` (int64): occurrences of each id in the text; None: its weights will be loaded."""
         assert isinstance(config, cls.Settings)
-        draft = cls(target, config)
-        start_small(draft)
+        draft = cls.of(target, config)
+        start_small(draft.network)
         with torch.no_grad():
             draft.start_from(target, counts_V)
         return draft
@@ -92,21 +166,53 @@ class Drafter(nn.Module):
         del turn
         return torch.arange(rows)
 
-    @abstractmethod
     def drafts(self, features_BTF: Tensor, tokens_BT: Tensor, steps: int, row_A: Tensor) -> Iterator[Tensor]:
-        """Draft ``steps`` deep from the rows ``row_A`` of :meth:`anchors`, on true tokens: yields ``[B, A, H]`` for each depth."""
+        """Draft ``steps`` deep from the rows ``row_A`` of :meth:`anchors`, on true tokens: yields ``[B, A, H]`` for each depth.
+
+        A network that drafts step by step drafts from all rows, see :func:`unrolled`.
+        """
+        del row_A
+        return unrolled(self, features_BTF, tokens_BT, steps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits ``[.., Vd]`` of hidden states ``[.., H]`` from :meth:`drafts`: those of the target's output head."""
-        return nn.functional.linear(hidden.to(self.head_VH.dtype), self.head_VH)
+        """Logits ``[.., Vd]`` of hidden states ``[.., H]`` from :meth:`drafts`."""
+        return self.network.logits(hidden)
 
     def target_ids(self) -> Tensor | None:
         """``[Vd]`` int64: target id of every draft id; None: the vocabulary is the target's."""
-        return None
+        return self.network.target_token_Vd
 
     @abstractmethod
     def published(self, target: PreTrainedModel) -> tuple[dict[str, object], dict[str, Tensor]]:
-        """``config.json`` and tensors under their published names."""
+        """``config.json`` and tensors under their published names, see :func:`named_tensors`."""
+
+
+def named_tensors(network: nn.Module, layout: Layout) -> dict[str, Tensor]:
+    """The trained parameters of a network under the names that a checkpoint of this layout has: the inverse of
+    :func:`graphspec.models.checkpoint.fill`. A projection that was trained on scaled inputs is that of unscaled ones.
+    """
+    named: dict[str, Tensor] = {}
+    for name, parameter in network.named_parameters():
+        owner, tensor = network.get_submodule(name.rpartition(".")[0]), parameter.detach()
+        sources = tensor_sources(layout, name, ())
+        if hasattr(owner, "input_scale") and tensor.ndim == 2:
+            tensor = tensor * owner.get_buffer("input_scale")
+        rows = owner.stored_parts if isinstance(owner, Linear) and len(sources) > 1 else [len(tensor)]
+        named |= dict(zip(sources, tensor.split(list(rows)), strict=True))
+    return named
+
+
+def start_small(network: nn.Module, std: float = 0.02) -> None:
+    """Make the parameters of a network trainable: normal matrices of standard deviation ``std``, zero biases, norms that don't scale."""
+    for module in network.modules():
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad_(True)
+            if isinstance(module, RMSNorm):
+                nn.init.constant_(parameter, 0.0 if module.offset else 1.0)
+            elif parameter.ndim == 1:
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.normal_(parameter, std=std)
 
 
 def trained_variants() -> tuple[str, ...]:
@@ -118,23 +224,6 @@ def network_of(variant: str) -> type[Drafter]:
     """The class of the trained network of one of :func:`trained_variants`."""
     network: type[Drafter] = load_object(resolve_variant(variant).training)
     return network
-
-
-class StepDrafter(Drafter):
-    """A network that drafts step by step, each from the token and the hidden state of the step before."""
-
-    def start(self, features_BTF: Tensor) -> Tensor:
-        """The hidden states ``[B, T, H]`` of step 0 from the target's features: these themselves."""
-        return features_BTF
-
-    @abstractmethod
-    def step(self, index: int, tokens_BT: Tensor, hidden_BTH: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """Draft step ``index`` of every row: consumes a token and a hidden state, returns the next hidden state ``[B, T, H]``."""
-
-    def drafts(self, features_BTF: Tensor, tokens_BT: Tensor, steps: int, row_A: Tensor) -> Iterator[Tensor]:
-        """Drafts of all rows, see :func:`unrolled`."""
-        del row_A
-        return unrolled(self, features_BTF, tokens_BT, steps)
 
 
 class Target:
@@ -206,18 +295,6 @@ def _without_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def default_taps(layers: int) -> list[int]:
-    """EAGLE-3's low, middle and high taps ``2, L // 2, L - 3`` (Li et al. 2025).
-
-    Raises:
-        ConfigError: the target is too shallow for them, so they must be named.
-    """
-    taps = [2, layers // 2, layers - 3]
-    if not 0 < taps[0] < taps[1] < taps[2]:
-        raise ConfigError("train.network.tap_layers", f"named layers, for the rule 2, L // 2, L - 3 fails at L = {layers}", taps)
-    return taps
-
-
 def feature_scale(target: PreTrainedModel, tap_layers: tuple[int, ...]) -> Tensor:
     """``[F]`` fp32: for each tap the power of two closest to 1 / (root mean square of its residual stream on random tokens)."""
     tokens = torch.randint(0, target.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
@@ -227,7 +304,7 @@ def feature_scale(target: PreTrainedModel, tap_layers: tuple[int, ...]) -> Tenso
     return torch.exp2(-size.log2().round()).repeat_interleave(taps.shape[-1]).cpu()
 
 
-def unrolled(drafter: StepDrafter, features_BTF: Tensor, tokens_BT: Tensor, steps: int) -> Iterator[Tensor]:
+def unrolled(drafter: Drafter, features_BTF: Tensor, tokens_BT: Tensor, steps: int) -> Iterator[Tensor]:
     """Draft ``steps`` deep from every row at once, on true tokens and the drafter's own hidden states (training-time test).
 
     Yields ``[B, T - steps, H]`` for each step. A row of step ``k`` sees the causal prefix of step 0, and only itself in each later step up
@@ -237,22 +314,11 @@ def unrolled(drafter: StepDrafter, features_BTF: Tensor, tokens_BT: Tensor, step
     rows = features_BTF.shape[1] - steps
     index_T = torch.arange(rows, device=tokens_BT.device)
     causal_TT = index_T[:, None] >= index_T
-    separate = drafter.num_heads > 1
-    prefix: dict[int, tuple[Tensor, Tensor]] = {}
-    own: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
-
-    def first(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        prefix[layer], own[layer] = (k, v), ([], [])
-        return attend_rows(q, k, v, causal_TT)
-
-    def later(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = own[layer]
-        keys.append(k)
-        values.append(v)
-        return attend_rows(q, *prefix[layer], causal_TT, torch.stack(keys, 3), torch.stack(values, 3))
-
-    hidden = drafter.start(features_BTF[:, :rows])
+    first = attention = SequenceAttention(index_T, causal_TT)
+    hidden_BTH = drafter.network.fuse(features_BTF[:, :rows])
+    own: KeyValues = {}
     for k in range(steps):
-        positions = index_T if separate else index_T + k
-        hidden = drafter.step(k, tokens_BT[:, 1 + k : 1 + k + rows], hidden, positions, first if k == 0 or separate else later)
-        yield hidden
+        if k and drafter.num_heads == 1:
+            attention = SequenceAttention(index_T + k, causal_TT, first.prefix, own)
+        hidden_BTH = drafter.network(tokens_BT[:, 1 + k : 1 + k + rows], hidden_BTH, attention, k)
+        yield hidden_BTH

@@ -1,4 +1,4 @@
-"""Writes targets and drafts as checkpoints in Hugging Face's format and bfloat16."""
+"""Writes drafts as checkpoints in Hugging Face's format and bfloat16."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from ..config.paths import make_folder, unwritable
 from .checkpoint import write_json
 from .drafter import Drafter
-from .facts import decoder_facts
 
 OUT = "train.out"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -37,17 +36,6 @@ def copy_tokenizer(source: Path, out: Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).exists():
             shutil.copyfile(source / name, out / name)
-
-
-def export_target(model: PreTrainedModel, tokenizer: Path, out: Path) -> None:
-    """Write config, generation config, weights (a tied embedding once) and tokenizer to ``out``."""
-    make_folder(OUT, out)
-    write_json(out / "config.json", {"architectures": [type(model).__name__], **decoder_facts(model), "use_cache": True}, OUT)
-    ids = {"bos_token_id": model.config.bos_token_id, "eos_token_id": model.config.eos_token_id}
-    write_json(out / "generation_config.json", {**ids, "do_sample": False}, OUT)
-    tensors = {name: p.detach().bfloat16().contiguous() for name, p in model.named_parameters() if name != "lm_head.weight"}
-    save_weights(tensors, out / "model.safetensors")
-    copy_tokenizer(tokenizer, out)
 
 
 def export_draft(drafter: Drafter, target: PreTrainedModel, out: Path, tokenizer: Path | None = None) -> None:

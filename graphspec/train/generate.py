@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from ..config.train_options import TextConfig, TrainConfig
 from ..errors import ConfigError
 from .checkpoint import write_array, write_json
-from .hybrid import RECURRENT, recurrent_cache_layer
+from .facts import RECURRENT
 from .loop import Watch, unwatched
 
 REUSE = 3
@@ -53,7 +53,7 @@ class PreallocatedLayer(DynamicLayer):
 def preallocated_cache(model: PreTrainedModel, capacity: int) -> Cache:
     """A cache for ``capacity`` tokens; recurrent layers have a state of fixed size instead."""
     kinds = getattr(model.config, "layer_types", None) or [None] * model.config.num_hidden_layers
-    return Cache(layers=[recurrent_cache_layer() if kind == RECURRENT else PreallocatedLayer(capacity) for kind in kinds])
+    return Cache(layers=[LinearAttentionLayer() if kind == RECURRENT else PreallocatedLayer(capacity) for kind in kinds])
 
 
 def cut_prompts(stream: np.ndarray, count: int, length: int, seed: int) -> torch.Tensor:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..config.checks import in_range
 from ..errors import ConfigError
-from .drafter import NetworkConfig
+from .drafter import Drafter, NetworkConfig
 
 
 @dataclass
@@ -45,6 +45,24 @@ class MaskConfig(NetworkConfig):
         ends = target.config.eos_token_id
         counts_V[ends if isinstance(ends, list) else [] if ends is None else [ends]] = torch.iinfo(torch.int64).max
         return vocab - 1 - int(counts_V.flip(0).argmin())
+
+
+class MaskDrafter(Drafter):
+    """A network that drafts all depths in one pass over masks, from some rows of a sequence in each step."""
+
+    mask_id: Tensor
+
+    def __init__(self, network: nn.Module, config: MaskConfig) -> None:
+        super().__init__(network)
+        self.config = config
+        self.register_buffer("mask_id", torch.zeros((), dtype=torch.int64))
+
+    def start_mask(self, target: PreTrainedModel, counts_V: Tensor | None) -> None:
+        """Choose the mask token, see :meth:`MaskConfig.mask_of`."""
+        self.mask_id.fill_(self.config.mask_of(target, counts_V))
+
+    def anchors(self, rows: int, turn: int) -> Tensor:
+        return spread(rows, self.config.anchors, turn)
 
 
 def spread(rows: int, count: int, turn: int) -> Tensor:

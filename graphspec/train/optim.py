@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from ..config.train_options import TrainConfig
+from ..models.layers import Linear
 
 LOWEST = 0.02
 """Share of the peak learning rate at the end of a decay."""
@@ -26,33 +28,41 @@ def orthogonalised(update: torch.Tensor, dtype: torch.dtype = torch.float32, ite
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is orthogonalised in ``dtype``, batched over matrices of one shape.
 
+    ``parts``: rows of the matrices that are fused into a parameter, in order; one without is a single matrix.
+
     ``torch.optim.Muon`` always iterates in bfloat16, which a CPU without bfloat16 arithmetic emulates, many times slower than a step.
     The learning rate is scaled by ``0.2 * sqrt(max(rows, columns))`` so that one rate serves AdamW and Muon (Liu et al. 2025).
     """
 
     def __init__(
-        self, params: list[torch.nn.Parameter], lr: float, dtype: torch.dtype, momentum: float = 0.95, weight_decay: float = 0.01
+        self,
+        params: list[torch.nn.Parameter],
+        lr: float,
+        dtype: torch.dtype,
+        parts: Mapping[torch.nn.Parameter, tuple[int, ...]],
+        momentum: float = 0.95,
+        weight_decay: float = 0.01,
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        self.dtype = dtype
+        self.dtype, self.parts = dtype, parts
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            by_shape: dict[torch.Size, list[torch.nn.Parameter]] = {}
+            by_shape: dict[torch.Size, list[tuple[torch.Tensor, torch.Tensor]]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    by_shape.setdefault(parameter.shape, []).append(parameter)
-            for shape, parameters in by_shape.items():
-                updates = []
-                for parameter in parameters:
-                    assert parameter.grad is not None
                     velocity = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
                     velocity.lerp_(parameter.grad, 1 - group["momentum"])
-                    updates.append(parameter.grad.lerp(velocity, group["momentum"]))
+                    update = parameter.grad.lerp(velocity, group["momentum"])
+                    rows = self.parts.get(parameter, (len(parameter),))
+                    for matrix, part in zip(parameter.split(rows), update.split(rows), strict=True):
+                        by_shape.setdefault(matrix.shape, []).append((matrix, part))
+            for shape, matrices in by_shape.items():
                 scale = 0.2 * max(shape) ** 0.5
-                for parameter, update in zip(parameters, orthogonalised(torch.stack(updates), self.dtype), strict=True):
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
+                updates = orthogonalised(torch.stack([part for _, part in matrices]), self.dtype)
+                for (matrix, _), update in zip(matrices, updates, strict=True):
+                    matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
 
 
 def phase_at(phases: list[list[int]], step: int) -> tuple[int, int]:
@@ -107,8 +117,11 @@ class Optimizers:
         matrices = [p for name, p in named if p.ndim == 2 and not any(key in name for key in adamw_names)]
         rest = [p for name, p in named if p.ndim != 2 or any(key in name for key in adamw_names)]
         adamw_lr = config.lr if config.adamw_lr is None else config.adamw_lr
+        # Projections that are fused into one parameter are matrices of their own.
+        layers = [part for part in module.modules() if isinstance(part, Linear)]
+        parts = {layer.weight: layer.parts for layer in layers if isinstance(layer.weight, torch.nn.Parameter)}
         self.optimizers: list[torch.optim.Optimizer] = [
-            Muon(matrices, lr=config.lr, dtype=getattr(torch, config.dtype)),
+            Muon(matrices, lr=config.lr, dtype=getattr(torch, config.dtype), parts=parts),
             torch.optim.AdamW(rest, lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.0),
         ]
         self.schedules = [make_schedule(optimizer, config) for optimizer in self.optimizers]

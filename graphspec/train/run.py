@@ -1,10 +1,10 @@
 """The stages of ``graphspec train`` over one work folder; files that exist are not made again.
 
-data        data.json, train.npy, held_out.npy, for a new target tokenizer/     the texts in the target's ids
-text        text_<length>.npy                                                   drafts: text written by the target
-training    <variant>.pt or target.pt, and .jsonl                               the network, and a record for each interval
-figures     OUT/training.json                                                   measurements on held-out text
-export      OUT/config.json, OUT/model.safetensors, ...                         the checkpoint
+data        data.json, train.npy, held_out.npy                 the texts in the target's ids
+text        text_<length>.npy                                  text written by the target
+training    <variant>.pt, <variant>.jsonl                      the network, and a record for each interval
+figures     OUT/training.json                                  measurements on held-out text
+export      OUT/config.json, OUT/model.safetensors, ...        the checkpoint
 """
 
 from __future__ import annotations
@@ -24,23 +24,20 @@ from ..config.train_options import TrainConfig
 from ..errors import ConfigError
 from ..facts.folders import model_folder
 from ..text.tokenizer import Tokenizer
-from . import unlikelihood
-from .acceptance import check_acceptance, continue_held_out, measure_acceptance, small_engine
+from .acceptance import check_acceptance, measure_acceptance
 from .checkpoint import write_json
 from .draft import Recipe, Texts, train_draft
-from .drafter import load_target, network_of, trained_variants
-from .export import OUT, export_draft, export_target, size_in_megabytes
-from .generate import generate_text, repetition, text_sets
+from .drafter import load_target, network_of
+from .export import OUT, export_draft, size_in_megabytes
+from .generate import generate_text, text_sets
 from .loop import Watch, unwatched
-from .target import NAME, bits_per_byte, train_target
 from .texts import Documents, encode
-from .tokenizer import END_OF_TEXT, train_tokenizer
 
 RECORD = "training.json"
 
 
 def run(config: LaunchConfig, watch: Watch = unwatched) -> dict[str, Any]:
-    """Train the draft of ``variant``, or a target, resuming an interrupted run; returns the content of ``training.json``.
+    """Train the draft of ``variant``, resuming an interrupted run; returns the content of ``training.json``.
 
     Raises:
         ConfigError: settings that contradict each other or the data, or folders that can't be written.
@@ -48,28 +45,26 @@ def run(config: LaunchConfig, watch: Watch = unwatched) -> dict[str, Any]:
         ResourceError: too little memory.
         KeyboardInterrupt: on Ctrl-C, after a checkpoint.
     """
-    variant, train = resolve_variant(config.variant.name), config.train
-    recipe = Recipe(variant.name, train) if variant.speculates else None
+    train, recipe = config.train, Recipe(resolve_variant(config.variant.name).name, config.train)
     documents = Documents.read(train)
     work, out = folders(train)
-    device = _set_up(config)
+    device = set_up(config)
     if not train.resume:
-        _clear(work, NAME if recipe is None else variant.name)
-    figures: dict[str, Any] = {"variant": variant.name, "graphspec": __version__}
-    if recipe is None:
-        figures |= _target(config, documents, work, out, device, watch)
-    else:
-        dtype: torch.dtype | str = config.hardware.dtype
-        if dtype == "auto":
-            dtype = "float32" if device == "cpu" else "auto"
-        folder = model_folder(config.model.path, config.model.revision)
-        hybrids = network_of(recipe.variant).reads_hybrids
-        model = load_target(folder, dtype if dtype == "auto" else getattr(torch, str(dtype)), device, hybrids=hybrids)
-        figures |= _draft(config, recipe, model, folder, documents, work, out, watch)
-    figures["megabytes"] = round(size_in_megabytes(out), 3)
-    figures["config"] = asdict(train)
-    write_json(out / RECORD, figures, OUT)
-    return figures
+        clear(work, f"{recipe.variant}.*")
+    dtype: torch.dtype | str = config.hardware.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "auto"
+    folder = model_folder(config.model.path, config.model.revision)
+    hybrids = network_of(recipe.variant).reads_hybrids
+    model = load_target(folder, dtype if dtype == "auto" else getattr(torch, str(dtype)), device, hybrids=hybrids)
+    return record(recipe.variant, _draft(config, recipe, model, folder, documents, work, out, watch), asdict(train), out)
+
+
+def record(name: str, figures: dict[str, Any], config: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Write the figures of a finished run to ``training.json``, and return them."""
+    whole = {"variant": name, "graphspec": __version__, **figures, "megabytes": round(size_in_megabytes(out), 3), "config": config}
+    write_json(out / RECORD, whole, OUT)
+    return whole
 
 
 def folders(train: TrainConfig) -> tuple[Path, Path]:
@@ -87,7 +82,12 @@ def folders(train: TrainConfig) -> tuple[Path, Path]:
     return work, out
 
 
-def _set_up(config: LaunchConfig) -> str:
+def set_up(config: LaunchConfig) -> str:
+    """Set threads and the treatment of denormals; returns the device.
+
+    Raises:
+        ConfigError: a device that is not there.
+    """
     hardware = config.hardware
     has_cuda = torch.cuda.is_available()
     if hardware.device == "cuda" and not has_cuda:
@@ -99,42 +99,11 @@ def _set_up(config: LaunchConfig) -> str:
     return "cuda" if hardware.device == "auto" and has_cuda else "cpu" if hardware.device == "auto" else hardware.device
 
 
-def _clear(work: Path, name: str) -> None:
-    """Remove the files from which a run would resume."""
-    own = [f"{name}.*"] + ([f"{unlikelihood.NAME}*"] if name == NAME else [])
-    for pattern in (*own, "data.json", "train.npy", "held_out.npy", "text_*.npy", "text_*.json", "text_parts/*.npy", "tokenizer/*"):
+def clear(work: Path, *own: str) -> None:
+    """Remove the files from which a run would resume: those that ``own`` matches, and the texts."""
+    for pattern in (*own, "data.json", "train.npy", "held_out.npy", "text_*.npy", "text_*.json", "text_parts/*.npy"):
         for file in work.glob(pattern):
             file.unlink()
-
-
-def _target(config: LaunchConfig, documents: Documents, work: Path, out: Path, device: str, watch: Watch) -> dict[str, Any]:
-    train, vocab, folder = config.train, config.train.target.vocab_size, work / "tokenizer"
-    if not (folder / "tokenizer_config.json").exists():
-        watch("tokenizer", 0, 1)
-        train_tokenizer(documents.train.values(), vocab, folder)
-        watch("tokenizer", 1, 1)
-    tokenizer = Tokenizer(folder)
-    end = tokenizer.special_tokens[END_OF_TEXT]
-    streams = encode(documents, tokenizer, end, vocab, {"model.path": None, "train.target.vocab_size": vocab}, work, watch)
-    check_acceptance(train.acceptance, train.target.max_position_embeddings, streams.held_out)
-    model, figures = train_target(train, streams, work, device, watch)
-    export_target(model, folder, out)
-    # Measure the published weights, which are rounded to bfloat16.
-    nats, bits = bits_per_byte(load_target(out, torch.float32, device), streams.held_out, streams.facts["held_out_bytes"])
-    outputs = continue_held_out(small_engine(config, str(out), config.variant), train.acceptance, streams.held_out)
-    return {
-        "data": streams.facts,
-        "training": figures,
-        "published": {
-            "held_out_loss": nats,
-            "held_out_bits_per_byte": bits,
-            "repeated_16_grams": round(repetition([output.token_ids for output in outputs]), 4),
-            "samples": [
-                {"prompt": tokenizer.decode(output.prompt_token_ids), "continuation": output.text}
-                for output in outputs[: train.acceptance.samples]
-            ],
-        },
-    }
 
 
 def _draft(
@@ -158,20 +127,11 @@ def _draft(
 
 def headline(figures: dict[str, Any], out: str) -> str:
     """Last lines of the command's output."""
-    lines = []
-    if figures["variant"] in trained_variants():
-        acceptance = figures["acceptance"]
-        groups = [("greedy", acceptance["shapes"])]
-        if "sampled" in acceptance:
-            groups.append((f"at temperature {acceptance['sampled']['temperature']:g}", acceptance["sampled"]["shapes"]))
-        for name, shapes in groups:
-            text = ", ".join(f"({s['num_steps']}, {s['topk']}, {s['num_draft_tokens']}) {s['tokens_per_cycle']:.2f}" for s in shapes)
-            lines.append(f"held-out tokens per cycle, {name} (S, K, N): {text}")
-    else:
-        published = figures["published"]
-        lines.append(
-            f"held out: {published['held_out_bits_per_byte']:.3f} bits per byte; "
-            f"{100 * published['repeated_16_grams']:.1f} % of 16-grams repeated in greedy text"
-        )
-    what = f"{figures['variant']} draft" if figures["variant"] in trained_variants() else "target"
-    return "\n".join([*lines, f"{what} written to {out} ({figures['megabytes']} MB)"])
+    acceptance, lines = figures["acceptance"], []
+    groups = [("greedy", acceptance["shapes"])]
+    if "sampled" in acceptance:
+        groups.append((f"at temperature {acceptance['sampled']['temperature']:g}", acceptance["sampled"]["shapes"]))
+    for name, shapes in groups:
+        text = ", ".join(f"({s['num_steps']}, {s['topk']}, {s['num_draft_tokens']}) {s['tokens_per_cycle']:.2f}" for s in shapes)
+        lines.append(f"held-out tokens per cycle, {name} (S, K, N): {text}")
+    return "\n".join([*lines, f"{figures['variant']} draft written to {out} ({figures['megabytes']} MB)"])

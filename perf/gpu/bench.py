@@ -21,7 +21,7 @@ from graphspec.config.catalog import load_object, resolve_variant
 from graphspec.config.schema import AcceptConfig, Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.drafters.dflash.facts import DFlashFacts
 from graphspec.drafters.dflash.network import DFlashDraft
-from graphspec.drafters.eagle3.network import Eagle3Draft
+from graphspec.drafters.heads.eagle3_network import Eagle3Draft
 from graphspec.facts import read_model_facts
 from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.stages.mailbox import Message

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from graphspec.drafters.eagle3.facts import read_eagle3_facts
-from graphspec.drafters.eagle3.loading import load_eagle3
+from graphspec.drafters.heads.eagle3_facts import read_eagle3_facts
+from graphspec.drafters.heads.eagle3_loading import load_eagle3
 from graphspec.errors import CheckpointError
 from graphspec.facts import read_model_facts
 from graphspec.models.target import load_target

@@ -9,8 +9,8 @@ import torch
 
 from graphspec.drafters.eagle.facts import read_eagle_facts
 from graphspec.drafters.eagle.loading import load_eagle
-from graphspec.drafters.eagle3.facts import read_eagle3_facts
-from graphspec.drafters.eagle3.loading import load_eagle3
+from graphspec.drafters.heads.eagle3_facts import read_eagle3_facts
+from graphspec.drafters.heads.eagle3_loading import load_eagle3
 from graphspec.drafters.standalone.facts import read_standalone_facts
 from graphspec.drafters.standalone.network import load_standalone
 from graphspec.errors import CheckpointError, ConfigError

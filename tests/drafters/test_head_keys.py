@@ -10,7 +10,7 @@ import torch
 
 from graphspec.api.llm import LLM
 from graphspec.config.catalog import load_object, resolve_variant
-from graphspec.drafters.eagle3.facts import read_eagle3_facts
+from graphspec.drafters.heads.eagle3_facts import read_eagle3_facts
 from graphspec.drafters.p_eagle.facts import read_p_eagle_facts
 from graphspec.errors import CheckpointError
 from graphspec.facts import read_model_facts

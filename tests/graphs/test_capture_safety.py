@@ -29,7 +29,7 @@ from graphspec.plan.buffers import Arena, Views
 from graphspec.plan.plan import Plan
 from graphspec.shapes import GREEDY, SAMPLED, GraphKey, SamplingClass
 from tests.support.fake_cuda import FixedOrder, HostTrafficError, NoHostTraffic, UnorderedSumError, load_cuda_guard, tensors
-from tests.support.tiny import HYBRIDS, OTHERS, SHAPES, STRUCTURES, move, same_bits, structure_plan, tiny_networks, tiny_plan
+from tests.support.tiny import HYBRIDS, OTHERS, SHAPES, STRUCTURES, Networks, move, same_bits, structure_plan, tiny_networks, tiny_plan
 
 ALL_KINDS = ("mail", "state", "lane", "ring", "kv")
 CLASSES = {"greedy": GREEDY, "sampling": SAMPLED, "all": SamplingClass(True, True, True, True, 2, True, True, True, True)}
@@ -45,8 +45,8 @@ def cuda_guard() -> None:
 class FakeProgram:
     """The stages of one program over fake buffers on a GPU that doesn't exist."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.arena, self.networks = plan, Arena(plan, MailLayout.of(plan).size), tiny_networks(plan)
+    def __init__(self, plan: Plan, networks: Networks | None = None) -> None:
+        self.plan, self.arena, self.networks = plan, Arena(plan, MailLayout.of(plan).size), networks or tiny_networks(plan)
         move(self.networks.target, "cuda")
         move(self.networks.draft, "cuda")
 

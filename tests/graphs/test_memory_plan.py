@@ -21,7 +21,7 @@ from graphspec.api.llm import LLM, SamplingParams
 from graphspec.cli.inspect import memory_table
 from graphspec.config.catalog import load_object
 from graphspec.config.schema import Config, HardwareConfig, ModelConfig, RuntimeConfig, VariantConfig
-from graphspec.drafters.eagle3.facts import read_eagle3_facts
+from graphspec.drafters.heads.eagle3_facts import read_eagle3_facts
 from graphspec.errors import ConfigError, spell_bytes
 from graphspec.facts import read_model_facts
 from graphspec.facts.folders import model_folder

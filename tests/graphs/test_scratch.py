@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from graphspec.config.schema import Config, ModelConfig, RuntimeConfig, VariantConfig
-from graphspec.drafters.eagle3.network import Eagle3Draft
+from graphspec.drafters.heads.eagle3_network import Eagle3Draft
 from graphspec.graphs import scratch
 from graphspec.graphs.memory import plan_memory
 from graphspec.graphs.programs import Key, PrefillKey, prefill_keys, program_stages

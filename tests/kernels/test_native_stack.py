@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from graphspec import LLM
 from graphspec.drafters.eagle.facts import EagleFacts
 from graphspec.drafters.eagle.network import EagleDraft
-from graphspec.drafters.eagle3.facts import Eagle3Facts
-from graphspec.drafters.eagle3.network import Eagle3Draft
+from graphspec.drafters.heads.eagle3_facts import Eagle3Facts
+from graphspec.drafters.heads.eagle3_network import Eagle3Draft
 from graphspec.drafters.mtp.facts import MTPFacts
 from graphspec.drafters.mtp.network import MTPDraft
 from graphspec.drafters.standalone.facts import StandaloneFacts

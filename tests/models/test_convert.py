@@ -13,8 +13,8 @@ from graphspec.cli.main import main
 from graphspec.drafters.convert import convert
 from graphspec.drafters.eagle.facts import read_eagle_facts
 from graphspec.drafters.eagle.loading import load_eagle
-from graphspec.drafters.eagle3.facts import read_eagle3_facts
-from graphspec.drafters.eagle3.loading import load_eagle3
+from graphspec.drafters.heads.eagle3_facts import read_eagle3_facts
+from graphspec.drafters.heads.eagle3_loading import load_eagle3
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.facts import read_model_facts
 from graphspec.models.target import load_target

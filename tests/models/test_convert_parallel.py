@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from graphspec.drafters.convert import convert
 from graphspec.drafters.dflash.facts import read_dflash_facts
-from graphspec.drafters.eagle3.facts import read_eagle3_facts
+from graphspec.drafters.heads.eagle3_facts import read_eagle3_facts
 from graphspec.drafters.p_eagle.facts import PEagleFacts, read_p_eagle_facts
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.facts import DraftFacts, read_model_facts

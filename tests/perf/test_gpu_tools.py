@@ -89,7 +89,7 @@ def test_the_floor_of_llama_8b_is_the_one_computed_by_hand(tmp_path: Path) -> No
 
 
 def _plan(bench: Bench, target: Path, draft: Path) -> Any:
-    from graphspec.drafters.eagle3.facts import read_eagle3_facts
+    from graphspec.drafters.heads.eagle3_facts import read_eagle3_facts
     from graphspec.facts import read_model_facts
     from graphspec.plan.plan import make_plan
 
@@ -99,8 +99,8 @@ def _plan(bench: Bench, target: Path, draft: Path) -> Any:
 
 
 def _networks(target: Path, draft: Path) -> Any:
-    from graphspec.drafters.eagle3.facts import read_eagle3_facts
-    from graphspec.drafters.eagle3.network import Eagle3Draft
+    from graphspec.drafters.heads.eagle3_facts import read_eagle3_facts
+    from graphspec.drafters.heads.eagle3_network import Eagle3Draft
     from graphspec.facts import read_model_facts
     from graphspec.models.decoder import Decoder
 

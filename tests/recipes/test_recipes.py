@@ -19,8 +19,8 @@ from graphspec.train.draft import Recipe, draft_losses
 from graphspec.train.drafter import Target, load_target, network_of, trained_variants
 from graphspec.train.generate import continue_text, repetition
 from graphspec.train.optim import Optimizers
-from graphspec.train.target import build_target
 from recipes.card import model_card
+from recipes.target import build_target
 from recipes.train_demo import CONF, REPOSITORY, Demo, main
 from tests.support.drafts import HYBRID, load_draft, tiny_target
 
@@ -46,7 +46,7 @@ def test_exported_target_loads_unchanged(toy):
     work, out, demo = toy
     loaded = AutoModelForCausalLM.from_pretrained(out / "target", dtype=torch.float32)
     assert type(loaded) is LlamaForCausalLM
-    trained = build_target(demo.target.train.target, 0)
+    trained = build_target(demo.target_settings.target, 0)
     trained.load_state_dict(torch.load(work / "target.work" / "target.pt", weights_only=True)["model"])
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, trained.get_parameter(name).bfloat16().float()), name
@@ -196,11 +196,11 @@ def test_settings_that_contradict_each_other_are_refused(word, key, tmp_path):
 @pytest.mark.parametrize("name", sorted(folder.name for folder in CONF.iterdir()))
 def test_every_recipe_composes(name, tmp_path):
     demo = Demo(name, tmp_path, tmp_path, [])
-    hybrid = demo.target.train.target.architecture != "llama"
+    hybrid = demo.target_settings.target.architecture != "llama"
     assert set(demo.drafts) == {name for name in trained_variants() if network_of(name).reads_hybrids or not hybrid}
     lengths = {length for config in demo.drafts.values() for _, _, length in config.train.schedule_phases}
     assert all(lengths <= {length for _, _, length in config.train.text.sets} for config in demo.drafts.values())
-    assert max(lengths) <= demo.target.train.target.max_position_embeddings
+    assert max(lengths) <= demo.target_settings.target.max_position_embeddings
 
 
 def test_the_shipped_card_matches_its_figures_and_files():
@@ -222,7 +222,7 @@ def test_the_shipped_card_matches_its_figures_and_files():
         assert name != "eagle3" or (lengths[1] >= 2.5 and lengths[4] >= 3.0), "the draft of README's speeds"
     alike = {(draft["tokens"], str(draft["sequences"])) for draft in figures["drafts"].values()}
     assert len(alike) == 1, "rows of the acceptance table compare methods"
-    against_loops = asdict(demo.target.train.unlikelihood)
+    against_loops = asdict(demo.target_settings.unlikelihood)
     assert against_loops["steps"] > 0 and figures["target"]["unlikelihood"] | against_loops == figures["target"]["unlikelihood"]
     for part in ("target", "text"):
         recorded = figures["config"][part]

@@ -23,6 +23,7 @@ from transformers import (
 from graphspec.config.train_options import TrainConfig
 from graphspec.train.draft import Recipe
 from graphspec.train.drafter import Drafter, network_of
+from tests.support.checkpoints import DenseAttention
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -104,7 +105,7 @@ def build(variant: str, target=None, **network: object) -> Drafter:
         for name, parameter in drafter.named_parameters():
             if parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5)
-            elif name != "lm_head.weight":
+            elif not name.endswith("lm_head.weight"):
                 parameter.normal_(std=0.2)
     return drafter.eval()
 
@@ -113,39 +114,19 @@ def random_text(rows: int, length: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(1, 96, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of the last rows over everything, by torch's own function: ``[B, T, Q * D]``."""
-    batch, groups, repeat, rows, _ = q.shape
-    length = k.shape[2]
-    mask = torch.ones(rows, length, dtype=torch.bool).tril(length - rows)
-    keys, values = (x[:, :, None].expand(-1, -1, repeat, -1, -1) for x in (k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-    return out.reshape(batch, groups * repeat, rows, -1).transpose(1, 2).flatten(2)
-
-
 @torch.no_grad()
 def draft_logits(drafter: Drafter, features: Tensor, tokens: Tensor, row: int, path: list[int]) -> Tensor:
-    """Logits ``[Vd]`` after drafting ``path`` from ``row``, whose root is at ``row + 1``; one sequence, nothing shared between rows."""
+    """Logits ``[Vd]`` after drafting ``path`` from ``row``, whose root is at ``row + 1``; one sequence, recomputed in every step."""
     known = torch.cat((tokens[:, : row + 2], torch.tensor([path], dtype=torch.int64)), 1)
-    hidden = drafter.start(features[:, : row + 1])
-    prefix = torch.arange(row + 1)
-    if drafter.num_heads > 1:
-        for step in range(len(path) + 1):
-            consumed = known[:, 1 + step : 2 + step + row]
-            hidden = drafter.step(step, consumed, hidden, prefix, lambda layer, q, k, v: dense(q, k, v))
-        return drafter.logits(hidden)[0, -1]
-    cache: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if layer in cache:
-            k, v = torch.cat((cache[layer][0], k), 2), torch.cat((cache[layer][1], v), 2)
-        cache[layer] = k, v
-        return dense(q, k, v)
-
-    hidden = drafter.step(0, known[:, 1 : row + 2], hidden, prefix, attend)[:, -1:]
-    for step in range(1, len(path) + 1):
-        hidden = drafter.step(step, known[:, row + 1 + step : row + 2 + step], hidden, torch.tensor([row + step]), attend)
-    return drafter.logits(hidden)[0, 0]
+    network, rows = drafter.network, row + 1
+    hidden = network.fuse(features[:, :rows])
+    for step in range(len(path) + 1):
+        if drafter.num_heads > 1:
+            out = hidden = network(known[:, 1 + step : 1 + step + rows], hidden, DenseAttention.prompt(1, rows), step)
+        else:
+            out = network(known[:, 1 : 1 + rows + step], hidden, DenseAttention.prompt(1, rows + step), step)
+            hidden = torch.cat((hidden, out[:, -1:]), 1) if network.facts.feature_size else hidden
+    return drafter.logits(out)[0, -1]
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphspec.config.catalog import load_object, resolve_variant
 from graphspec.config.schema import AdaptiveConfig, Config, HardwareConfig, ModelConfig, RuntimeConfig, VariantConfig
-from graphspec.drafters.eagle3.facts import Eagle3Facts
+from graphspec.drafters.heads.eagle3_facts import Eagle3Facts
 from graphspec.facts import read_model_facts
 from graphspec.facts.folders import model_folder
 from graphspec.graphs.programs import Key, PrefillKey, describe, program_stages

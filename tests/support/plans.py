@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from graphspec.config.schema import Config, ModelConfig, RuntimeConfig, VariantConfig
-from graphspec.drafters.eagle3.facts import Eagle3Facts
+from graphspec.drafters.heads.eagle3_facts import Eagle3Facts
 from graphspec.facts import ModelFacts, RopeFacts
 from graphspec.plan.plan import Plan, make_plan
 

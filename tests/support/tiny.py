@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from graphspec.config.schema import AcceptConfig, AdaptiveConfig, Config, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.drafters.dflash.facts import DFlashFacts
 from graphspec.drafters.dflash.network import DFlashDraft
 from graphspec.drafters.eagle.facts import EagleFacts
 from graphspec.drafters.eagle.network import EagleDraft
-from graphspec.drafters.eagle3.facts import Eagle3Facts
-from graphspec.drafters.eagle3.network import Eagle3Draft
+from graphspec.drafters.heads.eagle3_facts import Eagle3Facts
+from graphspec.drafters.heads.eagle3_network import Eagle3Draft
 from graphspec.drafters.mtp.facts import MTPFacts
 from graphspec.drafters.mtp.network import MTPDraft
 from graphspec.drafters.p_eagle.facts import PEagleFacts
@@ -221,6 +221,17 @@ def tiny_networks(plan: Plan) -> Networks:
             torch.randperm(plan.target.vocab_size, generator=generator)[: draft.facts.draft_vocab_size].sort().values
         )
     return Networks(target.eval(), draft.eval() if draft is not None else None)
+
+
+def make_fake(module: nn.Module | None, mode: FakeTensorMode) -> nn.Module | None:
+    """The module, its parameters and buffers replaced by fake tensors."""
+    for child in module.modules() if module is not None else ():
+        for named in (child._parameters, child._buffers):
+            for name, tensor in named.items():
+                if tensor is not None and not isinstance(tensor, FakeTensor):
+                    fake = mode.from_tensor(tensor.detach())
+                    named[name] = nn.Parameter(fake, requires_grad=False) if named is child._parameters else fake
+    return module
 
 
 def move(module: nn.Module | None, device: str) -> None:

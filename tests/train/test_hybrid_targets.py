@@ -8,66 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
 
 from graphspec.config.compose import load_config
-from graphspec.config.train_options import TargetConfig, TrainConfig
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.train.drafter import Target, load_target, network_of, trained_variants, unrolled
-from graphspec.train.export import export_draft, export_target
+from graphspec.train.export import export_draft
 from graphspec.train.run import run
-from graphspec.train.target import build_target, settings
 from tests.support.drafts import HYBRID, build, draft_logits, random_text, tiny_target
-
-SHAPE = {"architecture": "qwen3_5", "vocab_size": 300, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 4}
-SHAPE |= {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 8, "linear_num_key_heads": 1, "linear_num_value_heads": 2}
-SHAPE |= {"linear_key_head_dim": 8, "linear_value_head_dim": 6, "max_position_embeddings": 64, "full_attention_interval": 2}
-
-
-def test_a_target_is_built_and_written_as_transformers_reads_it(tmp_path: Path) -> None:
-    model = build_target(TargetConfig(**SHAPE), 3)
-    assert type(model) is Qwen3_5ForCausalLM
-    assert model.config.layer_types == ["linear_attention", "full_attention"] * 2
-    export_target(model, tmp_path, tmp_path / "target")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32)
-    assert type(loaded) is Qwen3_5ForCausalLM
-    assert loaded.config.rope_parameters == model.config.rope_parameters
-    for name, parameter in model.named_parameters():
-        assert torch.equal(loaded.get_parameter(name), parameter.bfloat16().float()), name
-    different = {key for key, value in model.config.to_dict().items() if loaded.config.to_dict().get(key) != value}
-    assert different <= {"architectures", "dtype", "_name_or_path", "transformers_version", "use_cache"}
-
-
-def test_what_writes_to_the_stream_starts_smaller_in_layers_of_both_kinds() -> None:
-    model = build_target(TargetConfig(**SHAPE), 3)
-    width = {name: p.std() for name, p in model.named_parameters() if name.endswith("proj.weight") or "in_proj" in name}
-    writes = [value for name, value in width.items() if name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight"))]
-    reads = [value for name, value in width.items() if name.endswith(("in_proj_qkv.weight", "q_proj.weight", "up_proj.weight"))]
-    assert len(writes) == 8 and max(writes) < 0.6 * min(reads)
-
-
-def test_a_llama_is_recorded_without_the_keys_of_a_hybrid() -> None:
-    kept = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"}
-    assert set(settings(TrainConfig())["target"]) == {*kept, "max_position_embeddings"}
-    assert set(settings(TrainConfig(target=TargetConfig(**SHAPE)))["target"]) == set(SHAPE)
-
-
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"architecture": "mamba"}, "architecture"),
-        ({"head_dim": 12}, "head_dim"),
-        ({"linear_num_value_heads": 3, "linear_num_key_heads": 2}, "linear_num_value_heads"),
-        ({"full_attention_interval": 1}, "full_attention_interval"),
-        ({"full_attention_interval": 5}, "full_attention_interval"),
-        ({"linear_key_head_dim": 0}, "linear_key_head_dim"),
-    ],
-)
-def test_shapes_that_cannot_be_are_refused(changes: dict[str, object], key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        TargetConfig(**{**SHAPE, **changes})
-    assert caught.value.key == f"train.target.{key}"
 
 
 def transformers_head(

@@ -14,12 +14,11 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from graphspec.config.train_options import AcceptanceConfig, TextConfig
-from graphspec.drafters.eagle3.training import choose_draft_vocab
+from graphspec.drafters.heads.eagle3_training import choose_draft_vocab
 from graphspec.errors import CheckpointError, ConfigError, ResourceError
 from graphspec.train.acceptance import check_acceptance
-from graphspec.train.blocks import Rope
 from graphspec.train.draft import Recipe, Texts, draft_losses, train_draft
-from graphspec.train.drafter import Target, default_taps, network_of, unrolled
+from graphspec.train.drafter import Target, network_of, unrolled
 from graphspec.train.export import export_draft
 from graphspec.train.optim import Optimizers
 from tests.support.drafts import (
@@ -169,7 +168,7 @@ def test_a_published_eagle3_head_reads_features_as_they_are():
     target = tiny_target()
     tokens = random_text(2, 12)
     drafter = build("eagle3", target)
-    assert set(drafter.scale_F.log2().tolist()) - {0.0}, "the scale must not be trivial here"
+    assert set(drafter.network.fc.input_scale.log2().tolist()) - {0.0}, "the scale must not be trivial here"
     features, _ = Target(target).view(tokens, drafter.tap_layers)
     _, held = drafter.published(target)
 
@@ -315,14 +314,15 @@ def test_draft_vocabulary_is_the_most_counted_and_keeps_the_end():
     assert choose_draft_vocab(torch.tensor([0, 5, 9, 1, 7]), 3, (0,)).tolist() == [0, 2, 4]
     drafter = build("eagle3")
     ids = drafter.target_ids()
-    assert torch.equal(ids, drafter.t2d.nonzero().flatten())
+    _, tensors = drafter.published(tiny_target())
+    assert torch.equal(ids, tensors["t2d"].nonzero().flatten()) and torch.equal(ids, torch.arange(48) + tensors["d2t"])
     assert ids.tolist() == list(range(48)), "counts fall with the id"
 
 
 def test_default_taps_are_low_middle_high():
-    assert default_taps(12) == [2, 6, 9]
+    assert build("eagle3", tiny_target(num_hidden_layers=12), tap_layers=None).tap_layers == (2, 6, 9)
     with pytest.raises(ConfigError, match="tap_layers"):
-        default_taps(5)
+        build("eagle3", tiny_target(num_hidden_layers=5), tap_layers=None)
 
 
 def test_both_kinds_of_text_weigh_the_same():
@@ -369,15 +369,15 @@ def test_angles_are_those_of_the_target():
     scaling = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     target = tiny_target(rope_parameters={**scaling, "original_max_position_embeddings": 32})
     cos, sin = target.model.rotary_emb(torch.zeros(1), torch.arange(100)[None])
-    found = Rope.of(target)(torch.arange(100))
-    assert torch.equal(found[0], cos[0])
-    assert torch.equal(found[1], sin[0])
+    rotation = build("eagle", target).network.rotary(torch.arange(100)[None], torch.arange(100)[None])
+    for found, expected in zip(rotation.cos_sin(torch.float32), (cos, sin), strict=True):
+        torch.testing.assert_close(found, expected[..., : found.shape[-1]], rtol=0, atol=1e-6)
     facts, _ = build("eagle", target).published(target)
     assert facts["rope_theta"] == 5000.0
     assert facts["rope_scaling"] == {key: value for key, value in target.config.rope_parameters.items() if key != "rope_theta"}
     dynamic = tiny_target(rope_parameters={"rope_type": "dynamic", "rope_theta": 5000.0, "factor": 2.0})
     with pytest.raises(ConfigError, match="rope_type"):
-        Rope.of(dynamic)
+        build("eagle", dynamic)
 
 
 def test_a_phase_beyond_the_context_is_refused(tmp_path: Path):

@@ -1,10 +1,9 @@
-"""``graphspec train``: any draft for any family, a target from scratch, resuming with the same bits, and errors."""
+"""``graphspec train``: any draft for any family, resuming with the same bits, and errors."""
 
 from __future__ import annotations
 
 import io
 import json
-import os
 import resource
 import signal
 import subprocess
@@ -19,7 +18,6 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from graphspec.api.llm import LLM, SamplingParams
 from graphspec.cli import main as cli
 from graphspec.config.compose import load_config
 from graphspec.errors import CheckpointError, ConfigError
@@ -36,9 +34,6 @@ ROOT = Path(__file__).resolve().parents[2]
 FAST = ["train.text.sets=[[2,4,24]]", "train.text.prompt=[4,8]", "train.phases=[[6,4,24]]", "train.unroll=2", "hardware.device=cpu"]
 FAST += ["train.acceptance.prompts=2", "train.acceptance.prompt_length=8", "train.acceptance.new_tokens=12"]
 FAST += ["train.acceptance.shapes=[[2,1,3],[2,2,4]]"]
-TARGET = ["variant=none", "train.phases=[[20,4,24],[4,2,40]]", "train.target.vocab_size=288", "train.target.hidden_size=16"]
-TARGET += ["train.target.intermediate_size=24", "train.target.num_hidden_layers=3", "train.target.num_attention_heads=2"]
-TARGET += ["train.target.num_key_value_heads=1", "train.target.max_position_embeddings=128", "hardware.device=cpu", *FAST[5:]]
 
 
 def save_target(folder: Path, family: str) -> Path:
@@ -164,60 +159,13 @@ def weights_of(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
-def test_a_target_and_its_draft_from_nothing_interrupted_and_not(tmp_path, texts, monkeypatch):
-    """The whole way: train a target, train a draft for it, each interrupted and each in one go, load both, generate."""
-    drafts = [
-        "variant=eagle3",
-        "train.network.tap_layers=[1,2]",
-        "train.network.draft_vocab_size=64",
-        "train.phases=[[14,4,24]]",
-        *FAST[:2],
-    ]
-    drafts += FAST[3:]
-    for side in ("whole", "halves"):
-        broken = side == "halves"
-        command = words(texts, tmp_path / side / "target", *TARGET, "train.checkpoint_steps=6", "train.log_steps=4")
-        if broken:
-            # Ctrl-C: the step is finished and kept.
-            interrupt_at(monkeypatch, 10, lambda: os.kill(os.getpid(), signal.SIGINT))
-            with pytest.raises(KeyboardInterrupt):
-                run(load_config(*command))
-            monkeypatch.undo()
-            assert torch.load(tmp_path / side / "target.work" / "target.pt")["step"] == 10
-        figures = run(load_config(*command))
-        records = [json.loads(line) for line in (tmp_path / side / "target.work" / "target.jsonl").read_text().splitlines()]
-        assert [record["step"] for record in records] == [4, 8, 12, 16, 20, 24]
-        assert records[-1]["tokens"] == figures["training"]["tokens"] == 20 * 96 + 4 * 80
-        command = words(texts, tmp_path / side / "draft", *drafts, f"model.path={tmp_path / side / 'target'}", "train.checkpoint_steps=4")
-        if broken:
-            # No time to do anything: what was trained since the last checkpoint is trained again.
-            def die() -> None:
-                raise SystemExit
-
-            interrupt_at(monkeypatch, 7, die)
-            with pytest.raises(SystemExit):
-                run(load_config(*command))
-            monkeypatch.undo()
-            assert torch.load(tmp_path / side / "draft.work" / "eagle3.pt")["step"] == 4
-        run(load_config(*command))
-    for name in ("target", "draft"):
-        assert weights_of(tmp_path / "whole" / name) == weights_of(tmp_path / "halves" / name), name
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    common = {"model": str(tmp_path / "whole" / "target"), "runtime": "eager", "device": "cpu", "max_rows": 1, "buckets": [1]}
-    [drafted] = LLM(variant="eagle3", draft=str(tmp_path / "whole" / "draft"), num_steps=2, topk=1, num_draft_tokens=3, **common).generate(
-        ["abc abd"], params
-    )
-    [plain] = LLM(variant="none", **common).generate(["abc abd"], params)
-    assert drafted.token_ids == plain.token_ids and len(plain.token_ids) == 12
-
-
 def test_a_killed_process_goes_on_to_the_same_bits(tmp_path, texts):
-    command = words(texts, tmp_path / "killed", *TARGET, "train.checkpoint_steps=2", "train.log_steps=1", "hardware.threads=1")
+    draft = ["variant=mtp", f"model.path={save_target(tmp_path / 'target', 'llama')}", *FAST, "hardware.threads=1"]
+    command = words(texts, tmp_path / "killed", *draft, "train.checkpoint_steps=2", "train.log_steps=1")
     # It kills itself when the second checkpoint is half on the disk, which no handler hears of.
     code = f"""
-import os, signal, sys
-from graphspec.host.progress import progress_bars
-from graphspec.train import checkpoint, token_map
+import os, signal
+from graphspec.train import checkpoint
 whole, saved = checkpoint.torch.save, []
 def save(state, stream):
     saved.append(1)
@@ -231,11 +179,11 @@ main(["train", *{command!r}])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert torch.load(tmp_path / "killed.work" / "target.pt")["step"] == 2
+    assert torch.load(tmp_path / "killed.work" / "mtp.pt")["step"] == 2
     threads = torch.get_num_threads()
     try:
         run(load_config(*command))
-        run(load_config(*words(texts, tmp_path / "straight", *TARGET, "hardware.threads=1")))
+        run(load_config(*words(texts, tmp_path / "straight", *draft)))
     finally:
         torch.set_num_threads(threads)
     assert weights_of(tmp_path / "killed") == weights_of(tmp_path / "straight")
@@ -261,7 +209,9 @@ def test_a_full_disk_is_reported_and_keeps_the_last_checkpoint(tmp_path, monkeyp
 
 
 def test_a_rate_that_diverges_is_named(tmp_path, texts):
-    command = words(texts, tmp_path / "out", *TARGET, "train.lr=1e8", "train.adamw_lr=1e8", "train.clip=1e8", "train.checkpoint_steps=8")
+    more = ["train.lr=1e8", "train.adamw_lr=1e8", "train.clip=1e8", "train.phases=[[24,4,24]]", "train.checkpoint_steps=8"]
+    draft = ["variant=standalone", f"model.path={save_target(tmp_path / 'target', 'llama')}", *FAST[:2], *FAST[3:]]
+    command = words(texts, tmp_path / "out", *draft, *more)
     with pytest.raises(ConfigError, match=r"train\.lr: expected a rate at which the loss stays finite"):
         run(load_config(*command))
 
@@ -277,23 +227,23 @@ def test_a_rate_that_diverges_is_named(tmp_path, texts):
         (["variant=eagle", "train.data=[TEXTS]", "train.out=TEXTS/empty.txt"], "train.out"),
         (["variant=eagle", "train.data=[TEXTS]", "train.out=o", "train.network.num_heads=2"], "train.network.num_heads"),
         (["variant=eagle", "train.data=[TEXTS]", "train.out=o", "hardware.device=cuda"], "hardware.device"),
-        (["variant=none", "train.data=[TEXTS]", "train.out=o", "train.sequence_length=4096", *FAST[5:]], "train.sequence_length"),
-        (["variant=none", "train.data=[TEXTS]", "train.out=o", "train.target.vocab_size=300"], "train.acceptance.prompt_length"),
+        (["variant=none", "train.data=[TEXTS]", "train.out=o"], "variant"),
+        (["variant=mtp", "train.data=[TEXTS]", "train.out=o", "model.path=TARGET"], "train.acceptance.prompt_length"),
         (["train.rate=3"], "train.rate"),
         (["train.unroll=many"], "train.unroll"),
         (["train.dtype=int8"], "train.dtype"),
         (["train.held_out_share=2"], "train.held_out_share"),
         (["train.text.prompt=[9,4]"], "train.text.prompt"),
         (["train.text.sets=[[1,4,64]]"], "train.text.sets"),
-        (["train.target.num_attention_heads=5"], "train.target.hidden_size"),
     ],
 )
 def test_bad_settings_name_their_key(arguments, key, texts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    small = ["train.acceptance.prompt_length=4096"] if key == "train.acceptance.prompt_length" else []
+    small = ["train.acceptance.prompt_length=4096", "hardware.device=cpu"] if key == "train.acceptance.prompt_length" else []
+    target = save_target(tmp_path / "target", "llama") if small else tmp_path
     with pytest.raises((ConfigError, CheckpointError)) as caught:
-        run(load_config(*(word.replace("TEXTS", str(texts)) for word in arguments), *small))
+        run(load_config(*(word.replace("TEXTS", str(texts)).replace("TARGET", str(target)) for word in arguments), *small))
     assert caught.value.key == key
 
 
@@ -364,15 +314,16 @@ def test_the_map_holds_the_most_frequent_ids(tmp_path, texts):
 
 
 def test_the_command_shows_progress_and_reports_its_output(tmp_path, texts, capsys):
-    command = words(texts, tmp_path / "out", *TARGET)
+    draft = ["variant=mtp", f"model.path={save_target(tmp_path / 'target', 'llama')}", *FAST]
+    command = words(texts, tmp_path / "out", *draft)
     for form in ("text", "json"):
         with pytest.raises(SystemExit) as ended:
             cli.main(["train", *command, f"format={form}"])
         assert ended.value.code == 0
         out, err = capsys.readouterr()
         if form == "text":
-            assert out.startswith("held out: ") and f"target written to {tmp_path / 'out'}" in out
-            assert "target 20/24 loss" in err and "tokens/s" in err
+            assert out.startswith("held-out tokens per cycle, greedy") and f"mtp draft written to {tmp_path / 'out'}" in out
+            assert "mtp 6/6 loss" in err and "tokens/s" in err
         else:
             assert json.loads(out) == json.loads((tmp_path / "out" / "training.json").read_text())
     with pytest.raises(SystemExit) as ended:

@@ -12,7 +12,16 @@ from ...facts.families import QWEN3
 from ...facts.keys import MOST_LAYERS, MOST_WIDTH, Keys, is_integer, read_architecture, read_config
 from ...facts.model import ModelFacts
 from ...shapes import CycleShape
-from ..heads.config import check_speculator, check_vocabulary, head_decoder, nested_keys, one_layer, other_draft, refuse_unknown
+from ..heads.config import (
+    check_speculator,
+    check_vocabulary,
+    head_decoder,
+    nested_keys,
+    one_layer,
+    other_draft,
+    refuse_options,
+    refuse_unknown,
+)
 
 _LOG = logging.getLogger(__name__)
 _KNOWN = {
@@ -21,14 +30,16 @@ _KNOWN = {
     "use_aux_hidden_state",
 }  # fmt: skip
 """Keys of ``dflash_config`` that are read; any other changes the computation in a way that is not supported."""
-_HARMLESS = {"attention_value_scale": 1, "output_multiplier": 1, "use_swa": False, "attention_sink_bias": False}
+_HARMLESS = {"attention_value_scale": (1, 1.0), "output_multiplier": (1, 1.0), "use_swa": (False,), "attention_sink_bias": (False,)}
+_OFF = ("mask_embedding", "lora_config", "peft_config", "final_logit_softcapping", "logits_soft_cap", "kv_lora_rank")
+_OPTIONS: dict[str, tuple[object, ...]] = {**dict.fromkeys(_OFF, (False,)), **_HARMLESS}
+"""See :func:`~graphspec.drafters.heads.config.refuse_options`."""
 _RELATIVES = {
     "conv_kernel_size": "DFlash2", "selector_rank": "DFlash2", "markov_rank": "DSpark", "markov_head_type": "DSpark",
     "gru_hidden_dim": "Domino", "xpress_rank": "XPress", "num_jacobi_passes": "XPress", "lilicorr_candidate_topk": "LiLiCorr",
 }  # fmt: skip
 """Keys of drafts on the same backbone with a further head, which is not supported, and their names."""
 _NO_PROJECTOR = (None, "", "none", "dflash")
-_REFUSED = ("mask_embedding", "lora_config", "peft_config", "final_logit_softcapping", "logits_soft_cap", "kv_lora_rank")
 _LAYERS, _BLOCK = 5, 16  # of the published drafts
 LONGEST_BLOCK = 64
 """Most rows of a block."""
@@ -73,12 +84,7 @@ def _refuse(*owners: Keys) -> None:
         kind = keys.values.get("projector_type")
         if kind not in _NO_PROJECTOR:
             raise keys.error("projector_type", "absent or null", "a head after the block is not supported")
-        for key in _REFUSED:
-            if keys.present(key) and keys.values[key] is not False:
-                raise keys.error(key, "absent, null or false", "this option is not supported")
-        for key, value in _HARMLESS.items():
-            if keys.present(key) and keys.values[key] != value:
-                raise keys.error(key, f"absent, null or {str(value).lower()}", "this option is not supported")
+        refuse_options(keys, options=_OPTIONS)
 
 
 def _first(owners: tuple[Keys, ...], *names: str) -> tuple[Keys, str]:

@@ -15,9 +15,8 @@ from ...models.attention import HeadTransform
 from ...models.checkpoint import Checkpoint, Progress
 from ...models.decoder import DecoderLayer
 from ...models.layers import Embedding, Linear, RMSNorm, SelfAttention
-from ..eagle3.loading import read_vocab_map
 from ..heads.network import DraftNetwork
-from ..heads.tensors import fill_head, looks_like, settle_decoder
+from ..heads.tensors import fill_head, looks_like, read_vocab_map, settle_decoder
 
 if TYPE_CHECKING:
     from ...models.attention import Attention

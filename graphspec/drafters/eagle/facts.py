@@ -20,7 +20,7 @@ class EagleFacts(DraftFacts):
     """An EAGLE-1/2 head (arXiv 2401.15077, 2406.16858) that was checked against its target."""
 
     layout: str = "safeailab"
-    """The checkpoint's tensor names and config keys: a key of :data:`graphspec.drafters.eagle.loading.EAGLE_WRITTEN`, or modelopt."""
+    """The checkpoint's tensor names and config keys: safeailab, speculators-old or modelopt."""
     fc_bias: bool | None = None
     """As stated in the config, None if it isn't; the tensors decide."""
     layernorms: bool | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -41,12 +40,6 @@ _MODELOPT = (("layers.0.input_layernorm.", "hidden_layernorm."), ("norm.", "lm_h
 """Names of two of these norms where ``eagle_config`` has ModelOpt's keys; elsewhere they are those of another kind of checkpoint."""
 
 
-EAGLE_WRITTEN: dict[str, tuple[tuple[str, str], ...]] = {
-    "safeailab": (),
-    "hass": (),
-    "speculators-old": tuple((re.escape(ours), theirs) for theirs, ours in _SPECULATORS),
-}
-"""Per layout of EAGLE-1/2 heads: patterns that match the beginning of the names above, and their replacements in its files."""
 EAGLE_NORMS = ("embed_layernorm", "hidden_layernorm", "lm_head_layernorm")
 
 

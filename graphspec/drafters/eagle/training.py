@@ -1,17 +1,20 @@
-"""EAGLE-1/2 head: one Llama layer over ``fc([embedding; feature])`` (Li et al. 2024, arXiv 2401.15077 and 2406.16858)."""
+"""EAGLE-1/2 head in training: one Llama layer over ``fc([embedding; feature])`` (Li et al. 2024, arXiv 2401.15077 and 2406.16858)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, cast
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...train.blocks import Attend, DecoderLayer, LayerShape, Rope
-from ...train.drafter import NetworkConfig, StepDrafter
-from ...train.facts import decoder_facts
+from ...train.drafter import Drafter, NetworkConfig, begin_stream, named_tensors, shared_with
+from ...train.facts import plain_facts, sized, target_facts
+from .facts import assumed_facts
+from .loading import EAGLE_LAYOUT
+from .network import EagleDraft
 
 
 @dataclass
@@ -24,41 +27,27 @@ class EagleConfig(NetworkConfig):
     """A bias in ``fc``."""
 
 
-class EagleDraft(StepDrafter):
+class EagleDrafter(Drafter):
     """Its output predicts the target's feature at the next position: it is fed back, and the target's head reads it."""
 
     Settings: ClassVar[type[NetworkConfig]] = EagleConfig
     about: ClassVar[str] = "EAGLE-1/2: one Llama layer without an input norm over `fc([embedding; feature])`"
     feeds_feature = True
+    network: EagleDraft
 
-    def __init__(self, target: PreTrainedModel, config: EagleConfig) -> None:
-        super().__init__()
-        shape = LayerShape.of(target).plain(config.intermediate_size)
-        self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=config.bias)
-        # The layer has no norm before its attention: it reads the output of fc.
-        self.layers = nn.ModuleList([DecoderLayer(shape, input_norm=False)])
-        self.rope = Rope.of(target)
-        self.share(target)
-        # fc is trained on embeddings scaled to a root mean square of 1 and published for unscaled ones: embeddings are often ten times
-        # smaller than features, and a matrix whose halves must differ that much in size learns slowly.
-        self.embedding_scale = 1.0 / float(self.embedding_VH.float().square().mean().sqrt().clamp(min=1e-6))
-
-    def step(self, index: int, tokens_BT: Tensor, hidden_BTH: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        x = self.fc(torch.cat((self.embedding_VH[tokens_BT].float() * self.embedding_scale, hidden_BTH), -1)).float()
-        out: Tensor = self.layers[0](x, self.rope(positions_T), attend)
-        return out
+    @classmethod
+    def of(cls, target: PreTrainedModel, config: Any) -> EagleDrafter:
+        facts, _ = assumed_facts(Path(), target_facts(target))
+        decoder = sized(facts.decoder, config.intermediate_size)
+        network = EagleDraft(replace(facts, decoder=decoder, fc_bias=config.bias), **shared_with(target))
+        embedding = network.embed_tokens.weight
+        assert isinstance(embedding, Tensor), "a target in full precision, as checked before"
+        # Embeddings are often ten times smaller than features.
+        scale = 1.0 / float(embedding.float().square().mean().sqrt().clamp(min=1e-6))
+        begin_stream(network.fc, torch.tensor([scale, 1.0]).repeat_interleave(decoder.hidden_size))
+        return cls(network)
 
     def published(self, target: PreTrainedModel) -> tuple[dict[str, object], dict[str, Tensor]]:
-        facts: dict[str, object] = {"architectures": ["LlamaForCausalLMEagle"], **decoder_facts(target), "model_type": "llama"}
-        facts.update(
-            intermediate_size=cast("DecoderLayer", self.layers[0]).mlp.gate_proj.out_features,
-            num_hidden_layers=1,
-            attention_bias=False,
-            mlp_bias=False,
-            bias=self.fc.bias is not None,
-            tie_word_embeddings=False,
-        )
-        tensors = dict(self.state_dict())
-        embedding, hidden = self.fc.weight.detach().chunk(2, -1)
-        tensors["fc.weight"] = torch.cat((embedding * self.embedding_scale, hidden), -1)
-        return facts, tensors
+        bias = self.network.fc.bias is not None
+        config = plain_facts(target, "LlamaForCausalLMEagle", self.network.facts.decoder, bias=bias)
+        return config, named_tensors(self.network, EAGLE_LAYOUT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from ...config.checks import LONG, brief
 from ...errors import CheckpointError
 from ...facts.families import DEEPSEEK_V3, LLAMA, QWEN3, Family, no_window, window_by_layer
 from ...facts.files import plain
-from ...facts.keys import MOST_POSITIONS, Keys, is_integer, is_number
+from ...facts.keys import MOST_POSITIONS, Keys
 from ...facts.model import ModelFacts, read_decoder
 from ...facts.multipliers import NO_MULTIPLIERS
 from ...facts.quantisation import read_quantisation
@@ -23,34 +23,33 @@ _POSITIONS = 2048
 """``max_position_embeddings`` of transformers' Llama where a config states none."""
 _FAMILIES = {family.name: family for family in (LLAMA, QWEN3)}
 
-_MUST_BE_OFF = (
-    "parallel_drafting", "parallel_draft_heads_num_layers", "use_mtp_layernorm", "eh_proj_before_attn", "add_para_norm", "mask_token_id",
-    "mask_token", "mask_hidden", "ptd_token_id", "pard_token", "dflash_config", "block_size", "lora_config", "peft_config",
-    "logits_soft_cap", "final_logit_softcapping",
-)  # fmt: skip
-_MUST_BE_ON = ("is_causal", "use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular")
-_MUST_BE_ONE = ("parallel_draft_step", "logit_scale")
+_OPTIONS: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(
+        (
+            "parallel_drafting", "use_mtp_layernorm", "eh_proj_before_attn", "add_para_norm", "mask_token_id", "mask_token", "mask_hidden",
+            "ptd_token_id", "pard_token", "dflash_config", "block_size", "lora_config", "peft_config", "logits_soft_cap",
+            "final_logit_softcapping",
+        ),
+        (False,),
+    ),
+    "parallel_draft_heads_num_layers": (False, 0),
+    **dict.fromkeys(("is_causal", "use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular"), (True,)),
+    **dict.fromkeys(("parallel_draft_step", "logit_scale"), (1, 1.0)),
+}  # fmt: skip
+"""Published options that change the computation, and the values that don't."""
 
 
-def refuse_options(*owners: Keys) -> None:
+def refuse_options(*owners: Keys, options: Mapping[str, tuple[object, ...]] = _OPTIONS) -> None:
     """Refuse published options that change the computation and aren't supported.
 
     Raises:
-        CheckpointError: an option of a value that is not supported; names the first.
+        CheckpointError: an option of a value other than null and those of ``options``; names the first.
     """
-    hint = "this option is not supported"
     for keys in owners:
-        for option in _MUST_BE_OFF:
+        for option, harmless in options.items():
             value = keys.values.get(option)
-            none_of_them = is_integer(value) and value == 0 and option.endswith("_layers")
-            if value is not None and value is not False and not none_of_them:
-                raise keys.error(option, "absent, null or false", hint)
-        for option in _MUST_BE_ON:
-            if keys.present(option) and keys.values[option] is not True:
-                raise keys.error(option, "absent, null or true", hint)
-        for option in _MUST_BE_ONE:
-            if keys.present(option) and not (is_number(keys.values[option]) and keys.values[option] == 1):
-                raise keys.error(option, "absent, null or 1", hint)
+            if value is not None and not any(type(value) is type(other) and value == other for other in harmless):
+                raise keys.error(option, f"absent, null or {str(harmless[0]).lower()}", "this option is not supported")
 
 
 def refuse_unknown(keys: Keys, known: Collection[str], *ignored: str) -> None:

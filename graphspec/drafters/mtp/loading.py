@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _REST_OF_A_MODEL = ("model.", "lm_head.")
 
 
-def _numbered(layout: Layout, index: int) -> Layout:
+def numbered(layout: Layout, index: int) -> Layout:
     """The layout of one head, with ``*`` replaced by its number."""
 
     def number(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ def load_mtp(
     for number, head in enumerate(heads):
         index = facts.first_index + number
         own = [name for name, _ in head.named_parameters()]
-        layer, layout = f"model.layers.{index}.", _numbered(MTP_LAYOUTS[facts.layout], index)
+        layer, layout = f"model.layers.{index}.", numbered(MTP_LAYOUTS[facts.layout], index)
         for part, name in _own_tensors(checkpoint, layer, facts, target.facts.path, vocabulary).items():
             if (part, name) not in own_modules:
                 own.append(f"{part}.weight")

@@ -1,21 +1,26 @@
-"""Multi-token-prediction heads in DeepSeek's NextN layout (DeepSeek-V3, arXiv 2412.19437, section 2.2); for a hybrid target, the one head
-of Qwen3.5 in Qwen's layout.
+"""Multi-token-prediction heads in training, in DeepSeek's NextN layout (DeepSeek-V3, arXiv 2412.19437, section 2.2); for a hybrid target,
+the one head of Qwen3.5 in Qwen's layout.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, cast
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...errors import ConfigError
-from ...train.blocks import Attend, DecoderLayer, LayerShape, Rope
-from ...train.drafter import NetworkConfig, StepDrafter
-from ...train.facts import decoder_facts
-from ...train.hybrid import is_hybrid
+from ...train.drafter import Drafter, NetworkConfig, begin_stream, named_tensors, shared_with
+from ...train.facts import decoder_facts, is_hybrid, sized, target_facts
+from .facts import COUNT_KEYS, MTPFacts
+from .layout import MTP_LAYOUTS
+from .loading import numbered
+from .network import MTPDraft
+
+if TYPE_CHECKING:
+    from .network import MTPHead
 
 
 @dataclass
@@ -36,78 +41,49 @@ class MtpConfig(NetworkConfig):
         return ("num_heads", self.num_heads) if self.num_heads > 1 else None
 
 
-_QWEN_NAMES = {
-    "enorm": "mtp.pre_fc_norm_embedding",
-    "hnorm": "mtp.pre_fc_norm_hidden",
-    "eh_proj": "mtp.fc",
-    "shared_head.norm": "mtp.norm",
-}
-"""Parts of a head outside its layer, as Qwen3-Next and Qwen3.5 name them."""
-
-
-class MtpHead(DecoderLayer):
-    """A decoder layer over ``eh_proj([enorm(embedding); hnorm(hidden)])``, and the norm after it."""
-
-    def __init__(self, shape: LayerShape) -> None:
-        super().__init__(shape)
-        self.enorm = nn.RMSNorm(shape.hidden, shape.eps)
-        self.hnorm = nn.RMSNorm(shape.hidden, shape.eps)
-        self.eh_proj = nn.Linear(2 * shape.hidden, shape.hidden, bias=False)
-        self.shared_head = nn.ModuleDict({"norm": nn.RMSNorm(shape.hidden, shape.eps)})
-
-    @property
-    def norm(self) -> nn.RMSNorm:
-        return cast("nn.RMSNorm", self.shared_head["norm"])
-
-
-class MtpDraft(StepDrafter):
+class MtpDrafter(Drafter):
     """Head ``s`` (from 1) reads, at row ``i``, token ``i + s`` and the output of the step before, after that head's norm."""
 
     Settings: ClassVar[type[NetworkConfig]] = MtpConfig
     about: ClassVar[str] = "NextN: one decoder layer over `eh_proj([enorm(embedding); hnorm(feature)])`, {num_heads} head"
     feeds_feature = True
     reads_hybrids = True
+    network: MTPDraft
 
-    def __init__(self, target: PreTrainedModel, config: MtpConfig) -> None:
-        super().__init__()
-        if config.num_heads > 1 and is_hybrid(target.config):
+    @classmethod
+    def of(cls, target: PreTrainedModel, config: Any) -> MtpDrafter:
+        hybrid, facts = is_hybrid(target.config), target_facts(target)
+        if config.num_heads > 1 and hybrid:
             raise ConfigError("train.network.num_heads", "1, as a hybrid target's checkpoint has", config.num_heads)
-        self.num_heads = config.num_heads
-        self.most_steps = config.num_heads if config.num_heads > 1 else None
-        self.heads = nn.ModuleList([MtpHead(LayerShape.of(target)) for _ in range(config.num_heads)])
-        self.rope = Rope.of(target)
-        self.share(target)
+        attending = replace(facts, family=replace(facts.family, recurrent=None), recurrent=None)
+        made = MTPFacts(
+            path=Path(),
+            decoder=sized(attending, None, config.num_heads),
+            draft_vocab_size=facts.vocab_size,
+            target_hidden_size=facts.hidden_size,
+            feature_size=facts.hidden_size,
+            num_heads=config.num_heads,
+            layout="qwen" if hybrid else "deepseek",
+            first_index=facts.num_layers,
+        )
+        network = MTPDraft(made, **shared_with(target))
+        for head in cast("list[MTPHead]", network.heads):
+            begin_stream(head.projection)
+        return cls(network)
 
     def start_from(self, target: PreTrainedModel, counts_V: Tensor | None) -> None:
-        offset = 1.0 if is_hybrid(target.config) else 0.0
-        for head in cast("list[MtpHead]", self.heads):
-            head.norm.weight.copy_(target.model.norm.weight + offset)
-
-    def step(self, index: int, tokens_BT: Tensor, hidden_BTH: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        head = cast("MtpHead", self.heads[index if self.num_heads > 1 else 0])
-        x = head.eh_proj(torch.cat((head.enorm(self.embedding_VH[tokens_BT].float()), head.hnorm(hidden_BTH)), -1)).float()
-        out: Tensor = head.norm(head(x, self.rope(positions_T), attend))
-        return out
+        for head in cast("list[MTPHead]", self.network.heads):
+            head.norm.weight.copy_(target.model.norm.weight)
 
     def published(self, target: PreTrainedModel) -> tuple[dict[str, object], dict[str, Tensor]]:
-        if is_hybrid(target.config):
-            return self._published_as_qwen(target)
+        facts, name = self.network.facts, type(target).__name__
         # MistralForCausalLM -> MistralForCausalLMNextN: the decoder keys mean the same as in the target's config.
-        facts: dict[str, object] = {"architectures": [f"{type(target).__name__}NextN"], **decoder_facts(target)}
-        facts["num_nextn_predict_layers"] = self.num_heads
-        layers = target.config.num_hidden_layers
+        own: dict[str, object] = (
+            {"architectures": [name], COUNT_KEYS[1]: 1}
+            if is_hybrid(target.config)
+            else {"architectures": [f"{name}NextN"], COUNT_KEYS[0]: facts.num_heads}
+        )
         tensors: dict[str, Tensor] = {}
-        for name, tensor in self.state_dict().items():
-            _, index, rest = name.split(".", 2)
-            tensors[f"model.layers.{layers + int(index)}.{rest}"] = tensor
-        return facts, tensors
-
-    def _published_as_qwen(self, target: PreTrainedModel) -> tuple[dict[str, object], dict[str, Tensor]]:
-        facts: dict[str, object] = {"architectures": [type(target).__name__], **decoder_facts(target), "mtp_num_hidden_layers": 1}
-        tensors: dict[str, Tensor] = {}
-        for name, tensor in self.state_dict().items():
-            part, kind = name.removeprefix("heads.0.").rsplit(".", 1)
-            # These models store the weight of a norm minus 1.
-            stored = tensor - 1 if "norm" in part else tensor
-            tensors[f"{_QWEN_NAMES.get(part, f'mtp.layers.0.{part}')}.{kind}"] = stored
-        return facts, tensors
+        for number, head in enumerate(self.network.heads, facts.first_index):
+            tensors |= named_tensors(head, numbered(MTP_LAYOUTS[facts.layout], number if facts.layout == "deepseek" else 0))
+        return decoder_facts(target) | own, tensors

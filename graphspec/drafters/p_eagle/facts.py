@@ -6,13 +6,13 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ...facts.draft import DraftFacts, DraftPass
+from ...facts.draft import DraftPass
 from ...facts.keys import Keys, read_architecture, read_config
 from ...facts.model import ModelFacts
 from ...shapes import CycleShape
-from ..eagle3.facts import Eagle3Facts, check_target, eagle3_config
-from ..eagle3.facts import assumed_facts as assumed_eagle3
 from ..heads.config import check_speculator, other_draft
+from ..heads.eagle3_facts import Eagle3Facts, check_target, eagle3_config
+from ..heads.eagle3_facts import assumed_facts as assumed_eagle3
 
 MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
 """Keys for the mask token in configs, in order of precedence."""
@@ -57,7 +57,8 @@ def _as_eagle3(keys: Keys) -> Keys:
 
 
 def p_eagle_config(path: Path, keys: Keys) -> tuple[PEagleFacts, Keys]:
-    """Facts of a head from its config alone, and the keys of its decoder layers; see :func:`graphspec.drafters.eagle3.facts.eagle3_config`.
+    """Facts of a head from its config alone, and the keys of its decoder layers; see
+    :func:`~graphspec.drafters.heads.eagle3_facts.eagle3_config`.
 
     Raises:
         CheckpointError: as :func:`read_p_eagle_facts`, except for what concerns the target.
@@ -73,7 +74,7 @@ def p_eagle_config(path: Path, keys: Keys) -> tuple[PEagleFacts, Keys]:
 def read_p_eagle_facts(path: str | Path, target: ModelFacts) -> PEagleFacts:
     """Facts of a P-EAGLE head, checked against the target it drafts for.
 
-    Everything but the mask is read as in an EAGLE-3 head (:func:`graphspec.drafters.eagle3.facts.read_eagle3_facts`).
+    Everything but the mask is read as in an EAGLE-3 head (:func:`graphspec.drafters.heads.eagle3_facts.read_eagle3_facts`).
 
     Raises:
         CheckpointError: as for an EAGLE-3 head; also no mask token, or one outside the vocabulary.
@@ -82,7 +83,7 @@ def read_p_eagle_facts(path: str | Path, target: ModelFacts) -> PEagleFacts:
     return check_target(*p_eagle_config(Path(path), keys), keys, target)
 
 
-def assumed_facts(folder: Path, target: ModelFacts) -> tuple[DraftFacts, str]:
+def assumed_facts(folder: Path, target: ModelFacts) -> tuple[PEagleFacts, str]:
     """See :attr:`graphspec.config.catalog.Variant.assumed`."""
     facts, _ = assumed_eagle3(folder, target)
     decoder = replace(facts.decoder, num_layers=_LAYERS, sliding_window=(None,) * _LAYERS)

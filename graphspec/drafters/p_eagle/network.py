@@ -13,8 +13,8 @@ from ...facts.layouts import TensorRule
 from ...models.checkpoint import Checkpoint, Progress
 from ...models.decoder import Decoder
 from ...models.layers import Embedding, Linear, make_parameter
-from ..eagle3.loading import EAGLE3_LAYOUT, load_head
-from ..eagle3.network import Eagle3Draft
+from ..heads.eagle3_loading import EAGLE3_LAYOUT, load_head
+from ..heads.eagle3_network import Eagle3Draft
 from ..heads.tensors import looks_like
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class PEagleDraft(Eagle3Draft):
     """An EAGLE-3 head with ``mask_hidden``, which is the feature of every mask.
 
     Args:
-        facts, max_positions, embed_tokens, lm_head: of :class:`~graphspec.drafters.eagle3.network.Eagle3Draft`.
+        facts, max_positions, embed_tokens, lm_head: of :class:`~graphspec.drafters.heads.eagle3_network.Eagle3Draft`.
         mask_shape: shape of ``mask_hidden`` in the file, ``[F]`` after any number of leading ones; None: ``[1, F]``.
     """
 
@@ -55,7 +55,7 @@ def load_p_eagle(
     """The P-EAGLE head of a checkpoint, in ``dtype`` on ``device``.
 
     Raises:
-        CheckpointError: as :func:`graphspec.drafters.eagle3.loading.load_head`; also no ``mask_hidden``, or one of another size.
+        CheckpointError: as :func:`graphspec.drafters.heads.eagle3_loading.load_head`; also no ``mask_hidden``, or one of another size.
     """
     checkpoint = Checkpoint(facts.path)
     if "mask_hidden" not in checkpoint:

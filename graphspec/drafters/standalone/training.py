@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from pathlib import Path
+from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...config.checks import in_range
 from ...errors import ConfigError
-from ...train.blocks import Attend, DecoderLayer, LayerShape, Rope
-from ...train.drafter import NetworkConfig, StepDrafter
+from ...facts.families import LLAMA
+from ...facts.keys import Keys
+from ...facts.model import read_decoder
+from ...train.drafter import Drafter, NetworkConfig, named_tensors
 from ...train.facts import decoder_facts
+from .facts import StandaloneFacts
+from .network import StandaloneDraft
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
@@ -39,66 +44,48 @@ class StandaloneConfig(NetworkConfig):
             raise ConfigError("train.network.num_key_value_heads", f"a divisor of {self.num_attention_heads}", self.num_key_value_heads)
 
 
-class LlamaBody(nn.Module):
-    """Embedding, layers and final norm, named as transformers names them."""
-
-    def __init__(self, vocab_size: int, layers: int, shape: LayerShape) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(vocab_size, shape.hidden)
-        self.layers = nn.ModuleList([DecoderLayer(shape) for _ in range(layers)])
-        self.norm = nn.RMSNorm(shape.hidden, shape.eps)
-
-
-class StandaloneDraft(StepDrafter):
+class StandaloneDrafter(Drafter):
     """It reads tokens only: the hidden state passed from step to step is its output, which no step reads."""
 
     Settings: ClassVar[type[NetworkConfig]] = StandaloneConfig
     about: ClassVar[str] = "Llama, {num_hidden_layers} layers, hidden {hidden_size}, tied embedding"
     unmixed = ("embed_tokens",)
     stands_alone = True
+    network: StandaloneDraft
 
-    def __init__(self, target: PreTrainedModel, config: StandaloneConfig) -> None:
-        super().__init__()
+    def __init__(self, network: StandaloneDraft, config: StandaloneConfig) -> None:
+        super().__init__(network)
         self.config = config
-        shape = LayerShape(
-            hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            dim=config.hidden_size // config.num_attention_heads,
-            eps=target.config.rms_norm_eps,
-        )
-        self.model = LlamaBody(target.config.vocab_size, config.num_hidden_layers, shape)
-        self.rope = Rope.plain(shape.dim, config.rope_theta)
+
+    @classmethod
+    def of(cls, target: PreTrainedModel, config: Any) -> StandaloneDrafter:
+        decoder = read_decoder(Keys(_config(target, config), "train.network"), Path(), "LlamaForCausalLM", LLAMA)
+        vocab, width = target.config.vocab_size, target.config.hidden_size
+        facts = StandaloneFacts(path=Path(), decoder=decoder, draft_vocab_size=vocab, target_hidden_size=width)
+        return cls(StandaloneDraft(facts, target.config.max_position_embeddings), config)
 
     def start_from(self, target: PreTrainedModel, counts_V: Tensor | None) -> None:
-        nn.init.normal_(self.model.embed_tokens.weight, std=0.02)
-        for layer in cast("list[DecoderLayer]", self.model.layers):
-            # What writes to the residual stream starts smaller, the more so the deeper the model.
-            layer.self_attn.o_proj.weight.div_((2 * self.config.num_hidden_layers) ** 0.5)
-            layer.mlp.down_proj.weight.div_((2 * self.config.num_hidden_layers) ** 0.5)
-
-    def step(self, index: int, tokens_BT: Tensor, hidden_BTH: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        angles = self.rope(positions_T)
-        x: Tensor = self.model.embed_tokens(tokens_BT)
-        for number, layer in enumerate(self.model.layers):
-            x = layer(x, angles, attend, number)
-        return self.model.norm(x)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return nn.functional.linear(hidden, self.model.embed_tokens.weight)
+        # What writes to the residual stream starts smaller, the more so the deeper the model.
+        depth = (2 * self.network.facts.decoder.num_layers) ** 0.5
+        for name, parameter in self.network.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.div_(depth)
 
     def published(self, target: PreTrainedModel) -> tuple[dict[str, object], dict[str, Tensor]]:
-        config = self.config
-        facts: dict[str, object] = {"architectures": ["LlamaForCausalLM"], **decoder_facts(target), "model_type": "llama"}
-        facts.update(
-            {key: getattr(config, key) for key in _SIZES},
-            head_dim=config.hidden_size // config.num_attention_heads,
-            rope_theta=config.rope_theta,
-            rope_scaling=None,
-            sliding_window=None,
-            attention_bias=False,
-            mlp_bias=False,
-            tie_word_embeddings=True,
-        )
-        return facts, dict(self.state_dict())
+        return _config(target, self.config), named_tensors(self.network.model, LLAMA.layout)
+
+
+def _config(target: PreTrainedModel, config: StandaloneConfig) -> dict[str, object]:
+    """``config.json``, which the network is made of too."""
+    return decoder_facts(target) | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **{key: getattr(config, key) for key in _SIZES},
+        "head_dim": config.hidden_size // config.num_attention_heads,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None,
+        "sliding_window": None,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+    }

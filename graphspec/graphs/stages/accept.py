@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ...config.catalog import load_object
 from ...kernels.groups import Limits, Nodes, Run
 from ...plan.buffers import Views
-from .acceptance_rules import RULES
+from .acceptance_rules import Match
 from .bans import WORDS, node_contexts
 from .sampling import LogitShaper, node_paths
 from .stage import Build, Stage
@@ -24,7 +25,8 @@ class Accept(Stage):
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
-        self.shaper, self.rule = LogitShaper(build), RULES[build.plan.accept.rule](build)
+        self.shaper = LogitShaper(build)
+        self.rule: Match = load_object(build.plan.accept.kind.make)(build)
         self.scores = Scores.of_target(build)
         logits = "logits_BNVr" if self.scores.by_parts else "logits_BNV"
         base = ("lane_row_B", *Limits._fields, logits, *Nodes._fields)

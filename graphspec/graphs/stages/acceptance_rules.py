@@ -6,8 +6,6 @@ output's distribution how far the walk gets. Exact are ``match``, ``target_only`
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -47,6 +45,15 @@ class Match:
     def depth_cap(self, v: Views) -> Tensor | None:
         """Deepest node that the rule allows, int64 ``[B]``; draft length and context may allow less. None: no limit of its own."""
         return None
+
+    def lead(self, v: Views, sample_BN: Tensor, node_B: Tensor) -> Tensor:
+        """The samples, int64 ``[B, N]``, with those before node ``node_B`` replaced so that the walk gets there. Reads :data:`NODES`."""
+        node_N = torch.arange(sample_BN.shape[1], device=sample_BN.device)
+        words_BX = v.node_ancestors_BNX.gather(1, node_B[:, None, None].expand(-1, 1, v.node_ancestors_BNX.shape[-1])).squeeze(1)
+        on_path_BN = ((words_BX[:, node_N // WORD_BITS] >> (node_N % WORD_BITS)) & 1).bool() & (node_N > 0)
+        child_BNN = on_path_BN[:, None] & (v.node_parent_BN[:, None] == node_N[:, None])
+        next_BN = torch.where(child_BNN, v.node_token_BN[:, None], -1).amax(-1)
+        return torch.where(next_BN >= 0, next_BN, sample_BN)
 
     def _draw(self, v: Views, logits_BNV: Tensor, stream: int, *, truncate: bool = False) -> tuple[Tensor, Tensor]:
         position_BN = self.positions(v) if self.sampling.noise else None
@@ -211,11 +218,7 @@ class Synthetic(Match):
         depth_BN = torch.where(v.node_token_BN >= 0, v.node_depth_BN, -1)
         # Depth first, then the lower index; a node is on the path when the deepest one sees it.
         deepest_B = (depth_BN * nodes + (nodes - 1 - node_N)).argmax(-1)
-        words_BX = v.node_ancestors_BNX.gather(1, deepest_B[:, None, None].expand(-1, 1, v.node_ancestors_BNX.shape[-1])).squeeze(1)
-        on_path_BN = ((words_BX[:, node_N // WORD_BITS] >> (node_N % WORD_BITS)) & 1).bool() & (node_N > 0)
-        child_BNN = on_path_BN[:, None] & (v.node_parent_BN[:, None] == node_N[:, None])
-        next_BN = torch.where(child_BNN, v.node_token_BN[:, None], -1).amax(-1)
-        return torch.where(next_BN >= 0, next_BN, sample_BN), sound_BN
+        return self.lead(v, sample_BN, deepest_B), sound_BN
 
     def depth_cap(self, v: Views) -> Tensor:
         row_B = v.lane_row_B
@@ -224,11 +227,3 @@ class Synthetic(Match):
         for rate in self.plan.accept.rates:
             drawn_B = drawn_B + (coin_B < rate).to(torch.int64)
         return drawn_B
-
-
-RULES: dict[str, Callable[[Build], Match]] = {
-    "match": Match,
-    "target_only": TargetOnly,
-    "rejection": Rejection,
-    "synthetic": Synthetic,
-}

@@ -58,4 +58,4 @@ class Scores:
 
 def target_needs_all(sampling: SamplingClass, accept: AcceptPlan) -> bool:
     """Whether the target's tokens depend on more than the best key of each position."""
-    return sampling.changes_logits or sampling.logprobs >= 0 or (sampling.noise and accept.reads_probabilities)
+    return sampling.changes_logits or sampling.logprobs >= 0 or (sampling.noise and accept.kind.reads_probabilities)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from .checkpoint import write_json, write_whole
+from graphspec.train.checkpoint import write_json, write_whole
 
 END_OF_TEXT = "<|endoftext|>"
 

@@ -8,20 +8,19 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch import Tensor
 
 from ...errors import CheckpointError
 from ...facts.layouts import Layout, TensorRule, decoder_rules
-from ...models.checkpoint import INTEGERS, Checkpoint, Progress
+from ...models.checkpoint import Checkpoint, Progress
 from ...models.decoder import Decoder
 from ...models.layers import set_weight
-from ..heads.tensors import fill_head, looks_like, settle, settle_decoder
-from .network import Eagle3Draft
+from .eagle3_network import Eagle3Draft
+from .tensors import fill_head, looks_like, read_vocab_map, settle, settle_decoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .facts import Eagle3Facts
+    from .eagle3_facts import Eagle3Facts
 
 _LOG = logging.getLogger(__name__)
 Network = TypeVar("Network", bound=Eagle3Draft)
@@ -55,36 +54,6 @@ EAGLE3_WRITTEN: dict[str, tuple[tuple[str, str], ...]] = {
     "modelopt": (),
 }
 """Per layout of EAGLE-3 heads: patterns that match the beginning of the names above, and their replacements in its files."""
-
-
-def read_vocab_map(checkpoint: Checkpoint, vocab_size: int, draft_vocab_size: int) -> Tensor | None:
-    """Target id of each draft id, or None without a map; ``d2t`` holds offsets: target id = draft id + d2t[draft id].
-
-    Raises:
-        CheckpointError: a map that is needed and missing, leaves the vocabulary, holds ids instead of offsets, or disagrees with ``t2d``.
-    """
-    mask_V = checkpoint.read("t2d", (vocab_size,), ("BOOL", "U8", *INTEGERS)).bool() if "t2d" in checkpoint else None
-    if "d2t" not in checkpoint:
-        if draft_vocab_size != vocab_size or (mask_V is not None and not mask_V.all()):
-            expected = f"{draft_vocab_size} offsets into a vocabulary of {vocab_size}"
-            raise CheckpointError(f"{checkpoint.path}: d2t", expected, "no such tensor")
-        return None
-    offset_Vd = checkpoint.read("d2t", (draft_vocab_size,), INTEGERS).long()
-    token_Vd = torch.arange(draft_vocab_size) + offset_Vd
-
-    def is_map(ids_Vd: Tensor) -> bool:
-        inside = bool(((ids_Vd >= 0) & (ids_Vd < vocab_size)).all()) and bool((ids_Vd.diff() > 0).all())
-        return inside and (mask_V is None or (int(mask_V.sum()) == draft_vocab_size and bool(mask_V[ids_Vd].all())))
-
-    if is_map(token_Vd):
-        return token_Vd
-    hint = "d2t looks like target ids, not offsets" if is_map(offset_Vd) else ""
-    expected = f"offsets: i + d2t[i] strictly ascending in [0, {vocab_size})" + ("" if mask_V is None else ", the ids that t2d marks")
-    if bool(((token_Vd >= 0) & (token_Vd < vocab_size)).all()) and bool((token_Vd.diff() > 0).all()) and mask_V is not None:
-        found = f"ids that differ from the {int(mask_V.sum())} marked in t2d"
-    else:
-        found = f"i + d2t[i] from {int(token_Vd.min())} to {int(token_Vd.max())}, {int((token_Vd.diff() <= 0).sum())} steps not ascending"
-    raise CheckpointError(checkpoint.key("d2t"), expected, found, hint)
 
 
 def _settle_norm(checkpoint: Checkpoint, key: str, stated: bool | None, tensor: str) -> bool:

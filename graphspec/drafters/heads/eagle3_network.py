@@ -12,13 +12,13 @@ from ...models.decoder import DecoderLayer, make_attention
 from ...models.layers import Embedding, Linear, RMSNorm
 from ...models.mlp import MLP
 from ...models.stack import DecoderStack, DraftInput, PlainLayer, packing_obstacle
-from ..heads.network import DraftNetwork
+from .network import DraftNetwork
 
 if TYPE_CHECKING:
     from ...facts import ModelFacts
     from ...kernels.formulas import Rotation
     from ...models.attention import Attention
-    from .facts import Eagle3Facts
+    from .eagle3_facts import Eagle3Facts
 
 
 class Eagle3Layer(nn.Module):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -19,15 +18,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...config.paths import check_writable, make_folder, unwritable, user_path
-from ...errors import CheckpointError, ConfigError, spell_bytes
-from ...facts import ModelFacts, read_model_facts
-from ...models.checkpoint import Checkpoint
-from ..heads.tensors import looks_like
-from .dflash import DFLASH
-from .eagle import EAGLE
-from .eagle3 import EAGLE3, P_EAGLE
-from .head import Head, Kind, meaning
+from ..config.catalog import all_variants, load_object
+from ..config.paths import check_writable, make_folder, unwritable, user_path
+from ..errors import CheckpointError, ConfigError, spell_bytes
+from ..facts import ModelFacts, read_model_facts
+from ..models.checkpoint import Checkpoint
+from .heads.tensors import looks_like
+from .heads.written import Head, Kind, meaning
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +52,6 @@ class Converted:
         return f"{self.folder}: {self.kind} in the layout {self.layout}; config.json, model.safetensors with {found}"
 
 
-def _renamed(name: str, patterns: tuple[tuple[str, str], ...]) -> str:
-    for pattern, theirs in patterns:
-        if re.match(pattern, name):
-            return re.sub(f"^(?:{pattern})", theirs, name)
-    return name
-
-
 def _same_bits(left: Tensor, right: Tensor) -> bool:
     same = (left.dtype, left.shape) == (right.dtype, right.shape)
     return same and torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
@@ -70,17 +60,12 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
 def _kind(source: Path) -> Kind:
     """The kind of a draft, by the names of its tensors."""
     checkpoint = Checkpoint(source)
-    names = set(checkpoint.names())
-    if "mask_hidden" in names:
-        return P_EAGLE
-    if {"fc.weight", "hidden_norm.weight"} <= names:
-        return DFLASH
-    if any(name.endswith("hidden_norm.weight") for name in names):
-        return EAGLE3
-    if {"fc.weight", "fusion_fc.weight"} & names:
-        return EAGLE
-    expected = "an EAGLE or EAGLE-3 head, a P-EAGLE head or a block drafter"
-    raise CheckpointError(str(source), expected, f"this looks like {looks_like(checkpoint)}")
+    kinds: list[Kind] = [load_object(variant.conversion) for variant in all_variants() if variant.conversion]
+    found = next((kind for kind in kinds if kind.fits(checkpoint.names())), None)
+    if found is None:
+        *others, last = (kind.called for kind in kinds)
+        raise CheckpointError(str(source), f"{', '.join(others)} or {last}", f"this looks like {looks_like(checkpoint)}")
+    return found
 
 
 def _check(source: Head, folder: Path, layout: str, kind: Kind, target: ModelFacts | None) -> None:
@@ -121,13 +106,12 @@ def convert(source: str | Path, destination: str | Path, layout: str, target: st
         raise ConfigError("DST", "a folder that doesn't exist yet, or is empty", str(destination))
     check_writable("DST", str(destination), folder=True)
     kind = _kind(source)
-    if layout not in kind.written:
-        article = "an" if kind.name.startswith("EAGLE") else "a"
-        raise ConfigError("layout", f"one of {', '.join(kind.written)} for {article} {kind.name}", repr(layout))
+    if layout not in kind.layouts:
+        raise ConfigError("layout", f"one of {', '.join(kind.layouts)} for {kind.called}", repr(layout))
     facts = read_model_facts(user_path("target", str(target))) if target is not None else None
     head = kind.read(source, facts)
     config, tensors = kind.write(head, layout, facts)
-    stored = {_renamed(name, kind.written[layout]): tensor.contiguous().clone() for name, tensor in tensors.items()}
+    stored = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
     make_folder("DST", destination.parent)
     folder: Path | None = None
     try:

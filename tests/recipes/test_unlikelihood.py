@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from graphspec.config.compose import load_config
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.train.generate import repetition
-from graphspec.train.run import run
-from graphspec.train.unlikelihood import NAME, repeated, unlikelihood
-from tests.train.test_train import TARGET, interrupt_at, weights_of, words
+from recipes.target import options, run
+from recipes.unlikelihood import NAME, repeated, unlikelihood
+from tests.recipes.test_targets import TARGET
+from tests.train.test_train import interrupt_at, weights_of, words
 
-AGAINST = [f"train.unlikelihood.{key}={value}" for key, value in {
+AGAINST = [f"unlikelihood.{key}={value}" for key, value in {
     "steps": 30, "width": 4, "refresh": 5, "sequences": 8, "batch": 4, "prompt": 8, "length": 40, "lr": 0.01, "weight": 4.0,
 }.items()]  # fmt: skip
 
@@ -67,10 +67,10 @@ def test_a_run_goes_on_to_the_same_bits(tmp_path: Path, source: Path, monkeypatc
             # In the third round of texts, two steps after a checkpoint.
             interrupt_at(monkeypatch, 24 + 14, die)
             with pytest.raises(SystemExit):
-                run(load_config(*command))
+                run(*options(command))
             monkeypatch.undo()
             assert torch.load(tmp_path / f"{side}.work" / f"{NAME}.pt")["step"] == 12
-        figures[side] = run(load_config(*command))["training"]
+        figures[side] = run(*options(command))["training"]
     assert weights_of(tmp_path / "whole") == weights_of(tmp_path / "halves") != weights_of(tmp_path / "without")
     assert NAME not in figures["without"]
     records = [json.loads(line) for line in (tmp_path / "whole.work" / f"{NAME}.jsonl").read_text().splitlines()]
@@ -80,8 +80,8 @@ def test_a_run_goes_on_to_the_same_bits(tmp_path: Path, source: Path, monkeypatc
 
 def test_what_repeats_becomes_less_likely(tmp_path: Path, source: Path) -> None:
     """In one text, written once: a target this young only finds other loops."""
-    more = ("train.unlikelihood.refresh=100", "train.unlikelihood.weight=100", "train.log_steps=1")
-    run(load_config(*words(source, tmp_path / "out", *TARGET, *AGAINST, *more)))
+    more = ("unlikelihood.refresh=100", "unlikelihood.weight=100", "train.log_steps=1")
+    run(*options(words(source, tmp_path / "out", *TARGET, *AGAINST, *more)))
     first, *_, last = [json.loads(line) for line in (tmp_path / "out.work" / f"{NAME}.jsonl").read_text().splitlines()]
     assert first["repeated"] == last["repeated"] > 0.5
     assert last[NAME] < 0.5 * first[NAME]
@@ -89,9 +89,9 @@ def test_what_repeats_becomes_less_likely(tmp_path: Path, source: Path) -> None:
 
 def test_other_settings_do_not_go_on(tmp_path: Path, source: Path) -> None:
     command = words(source, tmp_path / "out", *TARGET, *AGAINST)
-    run(load_config(*command))
+    run(*options(command))
     with pytest.raises(CheckpointError, match=r"unlikelihood\.pt: unlikelihood"):
-        run(load_config(*command, "train.unlikelihood.weight=2"))
+        run(*options([*command, "unlikelihood.weight=2"]))
 
 
 @pytest.mark.parametrize(
@@ -102,10 +102,10 @@ def test_other_settings_do_not_go_on(tmp_path: Path, source: Path) -> None:
     ],
 )  # fmt: skip
 def test_bad_settings_name_their_key(words_: list[str], key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"train\.unlikelihood\.{key}: "):
-        load_config("variant=none", *(f"train.unlikelihood.{word}" for word in words_))
+    with pytest.raises(ConfigError, match=rf"unlikelihood\.{key}: "):
+        options([f"unlikelihood.{word}" for word in words_])
 
 
 def test_text_beyond_the_context_is_refused(tmp_path: Path, source: Path) -> None:
-    with pytest.raises(ConfigError, match=r"train\.unlikelihood\.length: expected at most .* = 128, found 200"):
-        run(load_config(*words(source, tmp_path / "out", *TARGET, *AGAINST, "train.unlikelihood.length=200")))
+    with pytest.raises(ConfigError, match=r"unlikelihood\.length: expected at most .* = 128, found 200"):
+        run(*options(words(source, tmp_path / "out", *TARGET, *AGAINST, "unlikelihood.length=200")))

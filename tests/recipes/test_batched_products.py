@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from graphspec.train.attention import causal_attention, use_batched_products
+from recipes.batched_products import causal_attention, use_batched_products
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "length"), [(4, 4, 1), (4, 2, 7), (6, 1, 16)])

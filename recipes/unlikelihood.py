@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..config.train_options import TrainConfig
-from . import loop
-from .checkpoint import write_array
-from .generate import continue_text, cut_prompts, repetition
-from .loop import Job, Watch
+from graphspec.config.train_options import TrainConfig
+from graphspec.train import loop
+from graphspec.train.checkpoint import write_array
+from graphspec.train.generate import continue_text, cut_prompts, repetition
+from graphspec.train.loop import Job, Watch
+
+from .settings import UnlikelihoodConfig
 
 NAME = "unlikelihood"
 UNMIXED = ("embed_tokens", "lm_head")
@@ -51,17 +53,18 @@ def unlikelihood(logits_BTV: Tensor, tokens_BT: Tensor, mask_BT: Tensor) -> Tens
 
 
 class Continuations:
-    """Greedy text of the target in training, written again every ``train.unlikelihood.refresh`` steps.
+    """Greedy text of the target in training, written again every ``unlikelihood.refresh`` steps.
 
     Args:
-        config: of the run.
+        settings: of the run.
+        seed: of the run.
         stream: ``[tokens]`` from which prompts are cut.
         writer: a model of the target's shape, with attention that uses a cache.
         work: folder of the current text, for a run that is resumed before the next refresh.
     """
 
-    def __init__(self, config: TrainConfig, stream: np.ndarray, writer: PreTrainedModel, work: Path) -> None:
-        self.settings, self.seed = config.unlikelihood, config.seed
+    def __init__(self, settings: UnlikelihoodConfig, seed: int, stream: np.ndarray, writer: PreTrainedModel, work: Path) -> None:
+        self.settings, self.seed = settings, seed
         self.stream, self.writer, self.work = stream, writer, work
         self.round = -1
         self.repeated = 0.0
@@ -93,11 +96,12 @@ def train_against_loops(
     stream: np.ndarray,
     likelihood: Callable[[int, int, int], tuple[Tensor, Tensor]],
     config: TrainConfig,
+    options: UnlikelihoodConfig,
     settings: Mapping[str, Any],
     work: Path,
     watch: Watch,
 ) -> dict[str, Any]:
-    """Train ``model`` for another ``train.unlikelihood.steps``, resuming from the checkpoint in ``work``; returns its figures.
+    """Train ``model`` for another ``options.steps``, resuming from the checkpoint in ``work``; returns its figures.
 
     Args:
         model: a target that was trained to the end of its schedule.
@@ -105,15 +109,15 @@ def train_against_loops(
         stream: ``[tokens]`` of the training text.
         likelihood: ``(step, batch, length)`` to the usual loss on text and its figure.
         config: of the run; batch and length of the text are those of its first phase.
+        options: of these steps.
         settings: that determined the target's weights so far.
     """
-    options = config.unlikelihood
     _, batch, length = config.schedule_phases[0]
     schedule = replace(
         config, phases=[[options.steps, batch, length]], steps=None, tokens=None, lr=options.lr, adamw_lr=None,
         schedule="linear", warmup=None, cooldown=None, restarts=[],
     )  # fmt: skip
-    texts, device, begin = Continuations(config, stream, writer, work), model.device, options.prompt
+    texts, device, begin = Continuations(options, config.seed, stream, writer, work), model.device, options.prompt
 
     def loss(step: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
         tokens, mask = texts.at(step, model)

@@ -11,7 +11,7 @@ from ...errors import CheckpointError
 from ...facts.draft import DraftFacts
 from ...facts.keys import MOST_LAYERS, MOST_WIDTH, Keys, is_integer, read_architecture, read_config
 from ...facts.model import ModelFacts
-from ..heads.config import (  # fmt: skip
+from .config import (  # fmt: skip
     check_vocabulary,
     head_decoder,
     head_family,
@@ -42,7 +42,7 @@ class Eagle3Facts(DraftFacts):
     """An EAGLE-3 head (arXiv 2503.01840) that was checked against its target."""
 
     layout: str = "safeailab"
-    """Key of :data:`graphspec.drafters.eagle3.loading.EAGLE3_WRITTEN`: the checkpoint's tensor names and config keys."""
+    """Key of :data:`graphspec.drafters.heads.eagle3_loading.EAGLE3_WRITTEN`: the checkpoint's tensor names and config keys."""
     reads_taps: bool = True
     """Otherwise it reads the target's hidden state after the final norm alone."""
     has_fc: bool = True

@@ -1,0 +1,126 @@
+"""EAGLE-3 head in training: one layer over ``[embedding; hidden]``, three taps, a draft vocabulary (Li et al. 2025, arXiv 2503.01840)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...config.checks import INT32_MOST, ascending, in_range
+from ...errors import ConfigError
+from ...facts.layouts import Layout
+from ...train.drafter import Drafter, NetworkConfig, begin_stream, feature_scale, named_tensors, shared_with
+from ...train.facts import plain_facts, sized, target_facts
+from .eagle3_facts import TAP_KEY, Eagle3Facts, assumed_facts, default_taps
+from .eagle3_loading import EAGLE3_LAYOUT, EAGLE3_WRITTEN
+from .eagle3_network import Eagle3Draft
+from .tensors import renamed
+
+if TYPE_CHECKING:
+    from ...models.layers import Linear
+
+Network = TypeVar("Network", bound=Eagle3Draft)
+
+
+@dataclass
+class Eagle3Config(NetworkConfig):
+    """Width, heads and norms are the target's."""
+
+    draft_vocab_size: int = 32000
+    """Number of the most frequent ids, which it can draft; from the target's vocabulary on: all ids, and no maps in the checkpoint."""
+    intermediate_size: int | None = None
+    """Width of the MLP; null: the target's."""
+    tap_layers: list[int] | None = None
+    """The head reads the target's residual streams *entering* these layers: low, middle, high. Null: ``2, L // 2, L - 3``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        in_range("train.network.draft_vocab_size", self.draft_vocab_size, 1)
+        if self.tap_layers is not None:
+            # Readers of the checkpoint, this engine included, accept no other order.
+            ascending("train.network.tap_layers", self.tap_layers, 1, INT32_MOST)
+
+
+def choose_draft_vocab(counts_V: Tensor, size: int, always: Sequence[int]) -> Tensor:
+    """The ``size`` target ids with the highest counts, ``always`` included, ascending: int64 ``[size]``. Ties go to the smaller id."""
+    keep = list(dict.fromkeys(always))
+    order = [i for i in counts_V.argsort(descending=True, stable=True).tolist() if i not in set(keep)]
+    return torch.tensor(sorted([*keep, *order[: size - len(keep)]]), dtype=torch.int64)
+
+
+def network_over_taps(
+    network: Callable[..., Network], facts: Eagle3Facts, target: PreTrainedModel, config: Eagle3Config, layers: int = 1
+) -> Network:
+    """The network of a head with the taps, sizes and draft vocabulary of the settings.
+
+    Raises:
+        ConfigError: taps that the target doesn't have.
+    """
+    depth, width = target.config.num_hidden_layers, target.config.hidden_size
+    taps = tuple(config.tap_layers or default_taps(depth))
+    if list(taps) != sorted(set(taps)) or not all(1 <= layer < depth for layer in taps):
+        wanted = "" if config.tap_layers else f", named: the default of a target of {depth} layers collides"
+        raise ConfigError("train.network.tap_layers", f"layers in 1..{depth - 1}{wanted}", list(taps))
+    vocab = min(config.draft_vocab_size, target.config.vocab_size)
+    decoder = sized(facts.decoder, config.intermediate_size, layers)
+    facts = replace(facts, decoder=decoder, draft_vocab_size=vocab, tap_layers=taps, feature_size=len(taps) * width)
+    made = network(facts, **shared_with(target, head=False))
+    # The scales are powers of two, so that the published matrix is rounded exactly as the trained one.
+    begin_stream(cast("Linear", made.fc), feature_scale(target, taps))
+    made.register_buffer("target_token_Vd", made.target_token_Vd)  # part of a training run's checkpoint
+    return made
+
+
+class Eagle3Drafter(Drafter):
+    """The embedding is the target's and not part of the checkpoint."""
+
+    Settings: ClassVar[type[NetworkConfig]] = Eagle3Config
+    about: ClassVar[str] = "EAGLE-3: one layer over `[embedding; hidden]`, taps entering layers {tap_layers}"
+    unmixed: ClassVar[tuple[str, ...]] = ("lm_head",)
+    layout: ClassVar[Layout] = EAGLE3_LAYOUT
+    written: ClassVar[str] = "safeailab"
+    """The layout it is published in, a key of :data:`EAGLE3_WRITTEN`."""
+    network: Eagle3Draft
+
+    @classmethod
+    def of(cls, target: PreTrainedModel, config: Any) -> Eagle3Drafter:
+        facts, _ = assumed_facts(Path(), target_facts(target))
+        return cls(network_over_taps(Eagle3Draft, facts, target, config))
+
+    def start_from(self, target: PreTrainedModel, counts_V: Tensor | None) -> None:
+        network = self.network
+        network.norm.weight.copy_(target.model.norm.weight)
+        rows = target.lm_head.weight
+        if network.target_token_Vd is not None and counts_V is not None:
+            ends = target.config.eos_token_id
+            always = ends if isinstance(ends, list) else [] if ends is None else [ends]
+            network.target_token_Vd.copy_(choose_draft_vocab(counts_V, len(network.target_token_Vd), always))
+            rows = rows[network.target_token_Vd.to(rows.device)]
+        if rows.shape == (own := network.lm_head.get_parameter("weight")).shape:
+            own.copy_(rows)
+
+    def published(self, target: PreTrainedModel) -> tuple[dict[str, object], dict[str, Tensor]]:
+        """``eagle_aux_hidden_state_layer_ids`` counts layers by their *output*, one less than the layer whose input is tapped."""
+        facts, ids = self.network.facts, self.target_ids()
+        outputs = [layer - 1 for layer in facts.tap_layers]
+        config = plain_facts(
+            target,
+            "LlamaForCausalLMEagle3",
+            facts.decoder,
+            draft_vocab_size=facts.draft_vocab_size,
+            target_hidden_size=facts.target_hidden_size,
+            num_aux_hidden_states=len(outputs),
+            norm_before_residual=False,
+            eagle_config={TAP_KEY: outputs, "use_aux_hidden_state": True},
+        )
+        named = named_tensors(self.network, self.layout)
+        tensors = {renamed(name, EAGLE3_WRITTEN[self.written]): tensor for name, tensor in named.items()}
+        if ids is None:
+            return config, tensors
+        marks = torch.zeros(facts.decoder.vocab_size, dtype=torch.bool, device=ids.device).index_fill(0, ids, True)
+        return config, tensors | {"d2t": ids - torch.arange(len(ids), device=ids.device), "t2d": marks}
