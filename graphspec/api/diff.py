@@ -137,5 +137,5 @@ def diff(config: Config, left: str, right: str, prompt: Prompt, max_tokens: int 
     for side in sides:
         side.warm_up(sampling=params.sampling_class)
     comparing = ComparingLauncher(sides[0].cycle, sides[1].cycle)
-    sides[0].generate(prompt, params, launcher=comparing)
+    sides[0].generate_through(comparing, prompt, params)
     return comparing.report or DiffReport(True, comparing.launches)

@@ -44,7 +44,7 @@ from ..plan.plan import Plan, make_plan
 from ..shapes import GREEDY, NEUTRAL, SamplingClass
 from ..text.ends import find_ends
 from ..text.tokenizer import Conversation, Tokenizer, conversations, has_tokenizer
-from .arguments import check_cycles, check_launcher, check_progress, check_warm_up, engine_config
+from .arguments import check_cycles, check_progress, check_warm_up, engine_config
 from .events import Stream
 from .grammar import Grammars
 from .outputs import Metrics, Output, StreamEvent, TreeSnapshot, make_output, summarise
@@ -248,7 +248,6 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: Params = None,
         progress: Progress | bool | None = None,
-        launcher: Launcher | None = None,
         *,
         sampling_params: Params = None,
         priority: Priority = 0,
@@ -265,8 +264,6 @@ class LLM:
             params: one for all prompts, or one per prompt, each a ``SamplingParams`` or a mapping of its fields; default 128 tokens,
                 sampled as the checkpoint's ``generation_config.json`` says, greedy without one.
             progress: called as ``progress("generate", tokens, most tokens)``.
-            launcher: what launches the programs, default the engine's own cycle; a comparison or a recorder may stand in front of it, and
-                then no other call may be open.
             sampling_params: another name of ``params``.
             priority: the lower, the earlier requests get a row, before those of other calls too; one for all prompts, or one per prompt.
             deadline: seconds after which requests end with what they have, ``finish_reason="deadline"``; the same.
@@ -278,17 +275,22 @@ class LLM:
         Raises:
             RequestError: the single prompt of the call can't be served, or there is not one params object per prompt.
             ResourceError: more requests would wait than ``runtime.max_queued``; the engine is closed, belongs to another process or is
-                called by its own thread (a launcher); or memory ran out.
+                called by its own thread; or memory ran out.
         """
         check_progress(progress)
-        check_launcher(launcher)
         requests = self._requests(prompts, one_of_params(params, sampling_params))
         set_call_options(requests, priority, deadline, cache_salt)
         most = sum(r.budget for r in requests)
-        exclusive = Exclusive(launcher) if launcher is not None else None
         served = [r for r in requests if r.finish_reason is None]
         changed = (lambda: progress("generate", sum(len(r.output) for r in requests), most)) if callable(progress) else None
-        self._engine.run(served, exclusive=exclusive, changed=changed)
+        self._engine.run(served, changed=changed)
+        self._note(requests)
+        return self.outputs(requests)
+
+    def generate_through(self, launcher: Launcher, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[Output]:
+        """:meth:`generate` with a recorder or a comparison in front of the cycle, while no other call is open. For measurements."""
+        requests = self._requests(prompts, params)
+        self._engine.run([r for r in requests if r.finish_reason is None], exclusive=Exclusive(launcher))
         self._note(requests)
         return self.outputs(requests)
 

@@ -23,7 +23,7 @@ from ..config.catalog import PLAIN_DECODING, resolve_variant
 from ..config.schema import AdaptiveConfig, Config, KernelsConfig, RuntimeConfig, VariantConfig
 from ..errors import ConfigError, ResourceError
 from ..host.core_wait import CoreWait, busy_caution
-from .draft_tree import draw_tree
+from .inspect import draw_tree
 
 if TYPE_CHECKING:
     from ..api.llm import LLM
@@ -114,9 +114,6 @@ def run_demo(config: Config, prompt: str, console: Console | None = None, notes:
 
     Args:
         config: of the engine that is compared with plain decoding.
-        prompt: what is continued.
-        console: for text, tree and table; default stdout.
-        notes: says what is being compiled; default stderr.
 
     Raises:
         ConfigError: the configured variant does not speculate.

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
+from rich.tree import Tree
 
-from ..errors import spell_bytes
-from .draft_tree import draw_tree
+from ..errors import ResourceError, spell_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from ..api.llm import LLM
+    from ..api.outputs import TreeSnapshot
     from ..graphs.capture import CaptureRecord
     from ..graphs.memory import MemoryPlan
 
@@ -94,3 +95,22 @@ def programs_table(records: Iterable[CaptureRecord]) -> Table:
         held = "-" if record.pool_bytes is None else spell_bytes(record.pool_bytes)
         table.add_row(record.name, f"{record.warm_up_seconds:.2f} s", capture, held)
     return table
+
+
+def draw_tree(snapshot: TreeSnapshot) -> Tree:
+    """One speculated tree: the root on top, ``+`` and green where the target agreed. Nodes that hold no draft are left out.
+
+    Raises:
+        ResourceError: a node's parent does not come before it.
+    """
+    branches: dict[int, Tree] = {}
+    for node, parent in enumerate(snapshot.parent_N):
+        text, accepted = snapshot.text_N[node], snapshot.accepted[node]
+        label = Text(f"{'+' if accepted or node == 0 else '-'} {text!r}", style="bold green" if accepted or node == 0 else "dim")
+        if node == 0:
+            branches[0] = Tree(label, guide_style="dim")
+        elif snapshot.token_N[node] >= 0:
+            if parent not in branches:
+                raise ResourceError(f"parent_N[{node}]", "a node before it", parent)
+            branches[node] = branches[parent].add(label)
+    return branches[0]

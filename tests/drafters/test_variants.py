@@ -202,7 +202,7 @@ def test_drafts_are_those_of_the_network_without_a_cache(family: Family, name: s
     prompt = prompts(1, (length,), VOCAB_SIZE, seed=length)[0]
     watch = Watch(llm)
     with torch.no_grad():
-        output = llm.generate(prompt, SamplingParams(max_tokens=26, ignore_eos=True), launcher=watch)[0]
+        output = llm.generate_through(watch, prompt, SamplingParams(max_tokens=26, ignore_eos=True))[0]
         known = [*prompt, *output.token_ids]
         at, lengths = len(prompt), set()
         for nodes in watch.nodes:

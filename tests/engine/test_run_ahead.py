@@ -262,7 +262,7 @@ def test_every_face_keeps_two_cycles_in_flight(pair: Pair, face: str) -> None:
     run: dict[str, Callable[[], Any]] = {
         "generate": lambda: llm.generate(prompt_ids, params),
         "stream": lambda: list(llm.stream(prompt_ids, params)),
-        "a launcher in front": lambda: llm.generate(prompt_ids, params, launcher=llm.cycle),
+        "a launcher in front": lambda: llm.generate_through(llm.cycle, prompt_ids, params),
         "async": lambda: asyncio.run(stream()),
     }
     run[face]()

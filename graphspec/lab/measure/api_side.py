@@ -55,7 +55,6 @@ class Server:
 
     Args:
         url: base address, such as ``http://localhost:8000/v1``.
-        key: bearer token.
         timeout: seconds without a byte before a request is given up.
 
     Raises:

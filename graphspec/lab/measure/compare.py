@@ -22,7 +22,7 @@ from .process import WorkerProcess, pack
 from .sides import PLAIN, SELF, SUBJECT, SideConfig
 
 Say = Callable[[str], None]
-CYCLE_KEYS = ("cycle_ms", "host_us", "gap_ms", "nodes", "stages", "floor_ms", "percent_of_floor", "bandwidth", "next_to_grammar")
+CYCLE_KEYS = ("cycle_ms", "host_us", "gap_ms", "nodes", "stages", "floor_ms", "percent_of_floor", "bandwidth")
 """Keys of a record that only sides of this package have."""
 
 
@@ -32,13 +32,10 @@ class Measured:
 
     Attributes:
         side: its configuration.
-        about: its description of itself.
-        rounds: measured rounds.
         outputs: per round, tokens and texts of each request.
         core_wait: per round, the share of the time that its threads waited for a core; None if the system does not report it.
         cycles: times inside its cycles, where requested.
         generations: recorded generations.
-        trace: Chrome trace events.
         verdict: whether its output is correct.
     """
 
@@ -63,13 +60,10 @@ class Schedule:
     """How sides are measured.
 
     Attributes:
-        rounds: measured rounds of each.
         warm_up_seconds: each side first runs this long, and at least once.
         interleave: load all sides and let them take turns; False: one after the other.
-        timeout_seconds: longest time that a worker may take to answer.
         cycles: also time the stages of the cycles of our sides, after the rounds.
         generations: generations of the first side to record.
-        trace: also record the first side's spans.
     """
 
     rounds: int
@@ -82,12 +76,7 @@ class Schedule:
 
 
 class Bench:
-    """One comparison: workers, and the sides they hold.
-
-    Args:
-        schedule: how to measure.
-        say: called with lines of progress.
-    """
+    """One comparison: workers, and the sides they hold."""
 
     def __init__(self, schedule: Schedule, say: Say = lambda text: None) -> None:
         self.schedule, self.say = schedule, say
@@ -186,7 +175,6 @@ def set_verdicts(measured: Sequence[Measured], reference: Measured | None, check
     """Set the verdict of every side.
 
     Args:
-        measured: the sides.
         reference: plain decoding's run; None: the plain side among ``measured``, else the first one.
         checks: answers to ``check``, for a synthetic subject.
     """

@@ -21,7 +21,6 @@ class TreeRecorder:
     """A launcher that copies lane 0's tree after every cycle, before the next one overwrites it.
 
     Args:
-        cycle: that it launches.
         scored: whether candidates' scores are log-probabilities of the drafter.
     """
 
@@ -97,11 +96,6 @@ def candidate_scores(v: Views) -> dict[tuple[int, ...], float]:
 def record_generation(llm: LLM, prompt: list[int], params: ResolvedParams) -> dict[str, Any]:
     """Generate and record every cycle.
 
-    Args:
-        llm: the engine.
-        prompt: token ids.
-        params: of the request.
-
     Returns:
         ``prompt``, the text that the first cycle continues (the prompt and the token of its prefill), and ``cycles``, each with ``nodes``
         (:func:`read_tree`, with ``text``) and ``emitted``, the texts of the tokens it committed, which together are the output's text.
@@ -110,7 +104,7 @@ def record_generation(llm: LLM, prompt: list[int], params: ResolvedParams) -> di
     accept = llm.plan.accept
     scored = llm.plan.variant.has_network and not accept.sampled_drafts and not (params.sampling_class.noise and accept.coupled)
     recorder = TreeRecorder(llm.cycle, scored=scored)
-    [output] = llm.generate([prompt], params, launcher=recorder)
+    [output] = llm.generate_through(recorder, [prompt], params)
     for tree in recorder.trees:
         for node in tree:
             node["text"] = llm.tokenizer.token_text(node["token"]) if node["token"] >= 0 else ""

@@ -60,7 +60,6 @@ class HfSide:
     Args:
         role: ``hf``, ``hf_assisted`` or ``hf_lookup``.
         config: of the run; the target is its ``model``.
-        dtype, device: of the side it is compared with.
 
     Raises:
         ConfigError: a sampling key without an equivalent in transformers, or no assistant.

@@ -23,8 +23,6 @@ def measure(
     """Milliseconds of ``run``: blocks of ``block`` calls, the time of a call in each block, median and spread.
 
     Args:
-        run: what is timed.
-        rewind: called before each block, not timed.
         block: calls between two events (``cuda``) or two readings of the clock.
         device: ``cuda`` or ``cpu``.
         seconds: measure at least this long, and at least one block.
@@ -72,7 +70,6 @@ def copy_bandwidth(device: str, gib: float | None = None, seconds: float = 0.5, 
     Args:
         device: ``cuda`` or ``cpu``.
         gib: size of what is copied; None: 2 GiB, on a CPU 0.25 (more than most caches hold).
-        seconds: to measure.
         working_set: bytes that a program touches again and again, which a CPU may hold in its caches: a copy there touches no more. A GPU's
             is not measured by it.
     """
@@ -93,9 +90,7 @@ def matmul_rate(device: str, dtype: str, size: int | None = None, seconds: float
 
     Args:
         device: ``cuda`` or ``cpu``.
-        dtype: of both factors.
         size: rows and columns; None: 8192, on a CPU 1024.
-        seconds: to measure.
     """
     size = size or (8192 if device == "cuda" else 1024)
     left, right = (torch.ones(size, size, dtype=DTYPES[dtype], device=device) for _ in range(2))

@@ -32,7 +32,6 @@ class TraceLine:
     Attributes:
         arrival: seconds after the first request of the file.
         prompt: its text; None: ``input_tokens`` random ids.
-        input_tokens: length of a prompt without text.
         output_tokens: most new tokens; None: ``workload.output_tokens``.
     """
 
@@ -113,12 +112,7 @@ def within_limits(timeline: Timeline, ttft_ms: float, itl_ms: float) -> bool:
 
 
 def gaps_while_prompts_arrive(timelines: Sequence[Timeline], long: Sequence[bool]) -> list[float]:
-    """Gaps between bursts, in seconds, during which a long prompt of another request waited or was read.
-
-    Args:
-        timelines: of one round.
-        long: which of them have a long prompt.
-    """
+    """Gaps between bursts, in seconds, during which a long prompt of another request waited or was read."""
     spans = [(t.arrived, t.bursts[0][0], number) for number, t in enumerate(timelines) if long[number] and t.bursts]
     found: list[float] = []
     for number, timeline in enumerate(timelines):
@@ -134,13 +128,7 @@ def gaps_while_prompts_arrive(timelines: Sequence[Timeline], long: Sequence[bool
 
 
 def figures(rounds: Sequence[Round], workload: WorkloadConfig, long: Sequence[bool]) -> dict[str, Any]:
-    """Latencies and goodput of a side under the load, for the key ``open_loop`` of a result record.
-
-    Args:
-        rounds: of one side.
-        workload: of the run.
-        long: which requests of a round have a long prompt.
-    """
+    """Latencies and goodput of a side under the load, for the key ``open_loop`` of a result record."""
     every = [timeline for one in rounds for timeline in one.timelines]
     spans = [max(t.arrived for t in one.timelines) - min(t.arrived for t in one.timelines) for one in rounds]
     offered = sum(len(one.timelines) - 1 for one in rounds) / sum(spans) if sum(spans) > 0 else None

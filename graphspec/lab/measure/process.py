@@ -42,10 +42,7 @@ class WorkerProcess:
     """A running worker.
 
     Args:
-        name: of its side, for messages.
         timeout: seconds an answer may take.
-        say: called with lines of the worker's progress.
-        module: that the process runs.
     """
 
     def __init__(

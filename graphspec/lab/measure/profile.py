@@ -67,12 +67,10 @@ def run(config: LaunchConfig) -> int:
         for row in found:
             mark = " SYNTHETIC acceptance, the text means nothing." if row["synthetic"] else " LOSSY acceptance." if row["lossy"] else ""
             Console().print(Text(f"{row['side']}: {row['equality']}.{mark}"), soft_wrap=True)
-            if row.get("next_to_grammar"):
-                Console().print(Text(f"{row['side']}: {next_to_grammar(row['next_to_grammar'])}."), soft_wrap=True)
         if (busy := busy_caution({row["side"]: row["core_wait"] for row in found})) is not None:
             Console().print(Text(busy), soft_wrap=True)
         Console().print(Text(f"written to {file}"), soft_wrap=True)
-    return 1 if any(row["equal"] is False or (row.get("next_to_grammar") or {}).get("equal") is False for row in found) else 0
+    return 1 if any(row["equal"] is False for row in found) else 0
 
 
 def profile(config: LaunchConfig, sides: Sequence[SideConfig], say: Say = lambda text: None) -> tuple[list[Measured], list[dict[str, Any]]]:
@@ -114,17 +112,6 @@ def synthetic_checks(bench: Bench, measured: Sequence[Measured], reference: Meas
     verdict: Verdict = judge(twin.side, twin.about, twin.outputs, Reference(*plain.outputs[0]), ())
     exactness = {"equal": verdict.equal is True, "sentence": f"the same shapes with rule match: {verdict.sentence}"}
     return [bench.check(subject), exactness]
-
-
-def next_to_grammar(found: dict[str, Any]) -> str:
-    """A record's ``next_to_grammar`` as a sentence without its full stop."""
-    count, others = found["structured_rows"], found["rows"] - found["structured_rows"]
-    where = f"next to {count} row{'s' * (count > 1)} with a grammar, {others} without {'have' if others > 1 else 'has'}"
-    if found["equal"] is False:
-        return f"{where} OTHER TOKENS than next to the same without a grammar"
-    times = " against ".join(f"{found['tpot_ms'][name]['median']:.2f}" for name in ("with", "without"))
-    note = "" if found["masked"] == 1 else f"; only {100 * found['masked']:.0f} % of their cycles had one"
-    return f"{where} {found['ratio']['median']:.2f} times the time per token, {times} ms{note}"
 
 
 def case_name(config: LaunchConfig, subject: Measured) -> str:
@@ -173,22 +160,17 @@ def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     shown.add_column("side")
     for heading in ("tokens/s", "ratio", "TTFT", "TPOT", "ITL", "ITL p99", "length"):
         shown.add_column(heading, justify="right", no_wrap=True)
-    next_to = any(row.get("next_to_grammar") for row in rows)
-    if next_to:
-        shown.add_column("grammar", justify="right", no_wrap=True)
     shown.add_column("equal", no_wrap=True)
     shown.caption = "times in ms, p50 or as said; length: new tokens per cycle" + _ratio_to(rows)
-    shown.caption += "; grammar: TPOT of rows without one next to rows with one, by that next to the same rows without" if next_to else ""
     for row in rows:
         if row["equal"] is False:
-            shown.add_row(Text(row["side"]), *[""] * (7 + next_to), Text("NO"))
+            shown.add_row(Text(row["side"]), *[""] * 7, Text("NO"))
             continue
         ratio = f"{row['ratio']['median']:.2f}x" if row["ratio"] else ""
         latencies = [_milliseconds(row[f"{name}_ms"], share) for name, share in LATENCIES]
         length = f"{row['acceptance_length']:.2f}" if row["acceptance_length"] else ""
         equal = "yes" if row["equal"] else "-"
-        paid = [_paid(row.get("next_to_grammar"))] if next_to else []
-        shown.add_row(Text(row["side"]), f"{row['tokens_per_second']['median']:.1f}", Text(ratio), *latencies, length, *paid, equal)
+        shown.add_row(Text(row["side"]), f"{row['tokens_per_second']['median']:.1f}", Text(ratio), *latencies, length, equal)
     return shown
 
 
@@ -197,12 +179,6 @@ LATENCIES = (("ttft", "p50"), ("tpot", "p50"), ("itl", "p50"), ("itl", "p99"))
 
 def _milliseconds(found: dict[str, float] | None, share: str) -> str:
     return f"{found[share]:.2f}" if found is not None else ""
-
-
-def _paid(found: dict[str, Any] | None) -> str:
-    if found is None:
-        return ""
-    return f"{found['ratio']['median']:.2f}x" if found["ratio"] is not None else "NO"
 
 
 def _ratio_to(rows: Sequence[dict[str, Any]]) -> str:

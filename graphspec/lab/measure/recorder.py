@@ -25,13 +25,9 @@ class Launch:
     """One launch of a program; moments in seconds of :func:`time.perf_counter`.
 
     Attributes:
-        key: of the program.
-        began, launched: before and after the launch.
         ready: when the device was done, where that was waited for or the device is this CPU.
         busy: seconds between ``began`` and ``ready`` in which the program ran or was waited for.
-        read_began, read: before and after reading its result.
         stages: milliseconds of each stage, if they were timed.
-        program_began: when the program itself began, on a CPU.
     """
 
     key: Key
@@ -88,7 +84,6 @@ class MarkedProgram:
     replay (``cudaEventRecordExternal``). The cost of the events, a few microseconds each, is in the stages' times and not in the cycle's.
 
     Args:
-        program: whose stages are run.
         make_event: makes a timing event that may be recorded in a capture.
         capturer: captures the stages, which also runs them, see :func:`inert`. None: they are launched directly.
     """
@@ -146,7 +141,6 @@ class Recorder:
     """A launcher that forwards every call and records its time.
 
     Args:
-        cycle: that it launches.
         wait: wait for the device after every launch, so that the rest of a cycle's time is the host's. Has no effect on a CPU.
         timers: stage timers that run in place of the programs of these keys.
     """

@@ -62,7 +62,7 @@ def _captured_against_direct(config: LaunchConfig, prompt: list[int], tokens: in
     params = measured_params(config.sampling, max_tokens=tokens, stop_token_ids=(), ignore_eos=True)
     llm.warm_up(sampling=params.sampling_class)
     comparing = ComparingReplay(llm.cycle)
-    llm.generate(prompt, params, launcher=comparing)
+    llm.generate_through(comparing, prompt, params)
     if comparing.difference:
         return {"equal": False, "sentence": f"captured against direct: launch {comparing.launches}: {comparing.difference}"}
     return {"equal": True, "sentence": f"captured against direct: every slot equal to the bit in {comparing.launches} launches"}
@@ -72,7 +72,6 @@ class ComparingReplay:
     """A launcher that runs every captured program twice before it launches it: directly and as a replay, from the same state.
 
     Attributes:
-        launches: compared.
         difference: the first difference; empty while there is none.
     """
 

@@ -37,8 +37,6 @@ def profile_cycles(
     """Times inside the cycles of a workload, under the keys of a result record.
 
     Args:
-        llm: the engine, warmed up for the workload.
-        run: runs the workload once.
         context: committed tokens of a row for the floor: the mean over the workload.
         token_map: ``variant.token_map``.
         stages: time stages too, for which compiled ones are compiled one by one.
@@ -136,11 +134,6 @@ class Probe(Recorder):
 
 def kernel_timeline(program: Callable[[], None], rewind: Callable[[], None], replays: int = PROFILED_REPLAYS) -> dict[str, Any]:
     """The kernels of one call of ``program``, from torch's profiler; see :func:`summarise_kernels`.
-
-    Args:
-        program: a captured program.
-        rewind: restores its state before each call.
-        replays: profiled calls.
 
     Raises:
         ResourceError: the profiler recorded no kernel, for example because the process may not use CUPTI.

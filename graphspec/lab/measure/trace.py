@@ -20,7 +20,6 @@ def chrome_trace(launches: Sequence[Launch], title: str) -> list[dict[str, Any]]
 
     Args:
         launches: in order, of a :class:`graphspec.lab.measure.recorder.Recorder` that waits.
-        title: name of the process in the picture.
     """
     names: list[dict[str, Any]] = [_name("process_name", 0, title)]
     names += [_name("thread_name", track, name) for name, track in TRACKS.items()]

@@ -52,11 +52,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class Worker:
-    """Executes commands; :func:`main` connects it to pipes.
-
-    Args:
-        progress: called during loading and compilation.
-    """
+    """Executes commands; :func:`main` connects it to pipes."""
 
     def __init__(self, progress: Progress | None = None) -> None:
         self.runner: Any = None

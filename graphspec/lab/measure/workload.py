@@ -24,8 +24,6 @@ class WorkloadRequest:
     """One request of the workload.
 
     Attributes:
-        prompt: token ids.
-        seed: of the sampler.
         output_tokens: most new tokens; None: those of the workload.
     """
 
@@ -39,11 +37,8 @@ class Workload:
     """All requests of one round, and their common settings.
 
     Attributes:
-        requests: in order.
-        batch: requests at once.
         output_tokens: most new tokens of each.
         ignore_eos: whether end-of-text ids do not end a request.
-        sampling: temperature and the rest.
         arrivals: seconds from the beginning of a round at which each request arrives; None: a closed loop.
         long: whether each request has a long prompt among shorter ones.
     """
@@ -75,8 +70,6 @@ def make_workload(config: LaunchConfig, encode: Callable[[str], list[int]], voca
     """The requests that ``config.workload`` describes.
 
     Args:
-        config: of the whole run.
-        encode: the target's tokenizer.
         vocab_size: of the target; random prompts draw from its ids.
 
     Raises:

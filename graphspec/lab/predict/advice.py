@@ -58,7 +58,6 @@ class Efficiency:
         stages: shares by name.
         rates: operations per second, by stage: a stage takes its operations divided by this in addition to its share of the floor. Only
             measured results have such figures: a processor whose caches hold the weights is limited by something other than its memory.
-        host_ms: added to every cycle.
         source: where the figures come from.
     """
 
@@ -104,8 +103,6 @@ class Prediction:
     """One cycle.
 
     Attributes:
-        shape, batch, context: of the cycle.
-        stages: the stages with weights, in order.
         cycle_ms: predicted milliseconds of a cycle, the host's share included.
         floor_ms: milliseconds it takes at least.
     """
@@ -127,9 +124,7 @@ class Ranked:
     """A shape and its predicted speed.
 
     Attributes:
-        prediction: of its cycle.
         acceptance_length: tokens per row and cycle.
-        tokens_per_second: of all rows together.
     """
 
     prediction: Prediction
@@ -150,9 +145,6 @@ def predict(
     Args:
         model: target and draft, :meth:`FloorModel.of`.
         shape: (S, K, N); ``PLAIN`` decodes plainly.
-        batch: rows in the cycle.
-        context: committed tokens of each row.
-        hardware: bandwidth and peak.
         efficiency: None: :data:`DEFAULT_EFFICIENCY` for every stage, and no host time.
     """
     efficiency = efficiency or Efficiency()
@@ -170,7 +162,6 @@ def candidate_shapes(variant: Variant, heads: int = 1, deepest: int | None = Non
     Args:
         variant: catalog entry; one that does not speculate has none.
         heads: prediction heads of the draft with layers of their own; more than one allows chains only, of at most that many steps.
-        deepest: largest S.
     """
     if not variant.speculates:
         return []
@@ -201,7 +192,6 @@ def rank_shapes(
     Args:
         model, batch, context, hardware, efficiency: as for :func:`predict`.
         shapes: such as :func:`candidate_shapes` gives; with ``PLAIN`` among them plain decoding is ranked too.
-        acceptance: of the draft.
     """
     lengths = {shape: acceptance.length(shape) for shape in shapes}
     return rank_lengths(model, lengths, batch, context, hardware, efficiency)
@@ -253,7 +243,6 @@ def crossover(
     Args:
         model, context, hardware, efficiency: as for :func:`predict`.
         lengths: tokens per cycle of the shapes that may be chosen.
-        largest: batch at which the search ends.
     """
 
     def pays(batch: int) -> bool:

@@ -63,7 +63,6 @@ def identity(config: Config, folders: Sequence[Path]) -> dict[str, Any]:
     """What a measurement is valid for.
 
     Args:
-        config: of the engine.
         folders: of the checkpoints; a file is identified by name, size and modification time.
     """
     source = hashlib.sha256()
@@ -105,11 +104,6 @@ def pass_times(
     """The times kept for this machine and model; measured and kept where there are none.
 
     Args:
-        config: of the engine, on the CPU.
-        variant: of the catalog.
-        pair: facts of target and draft.
-        model: their weights.
-        say: called with progress messages.
         folder: of the cache; None: the user's.
 
     Returns:
@@ -214,7 +208,7 @@ def time_cycle(llm: LLM, shape: CycleShape, batch: int, runs: int = 3) -> TimedC
     found: list[float] = []
     for _ in range(runs):
         recorder = Recorder(llm.cycle)
-        llm.generate(prompts, params, launcher=recorder)
+        llm.generate_through(recorder, prompts, params)
         found.append(statistics.median(whole for whole, _ in recorder.cycle_times(recorder.most_common())))
     return TimedCycle(shape, batch, PROMPT + new_tokens // 2, 1e3 * min(found))
 

@@ -28,7 +28,6 @@ class StateCost:
     """What the recurrent layers of one row cost, in bytes, and what a state kept for each node would.
 
     Attributes:
-        state: of the row, in all layers.
         records: of the nodes of a cycle, from verification to commit.
         snapshots: of a state per node, which is not kept.
         traffic: moved in a cycle. Verification reads the state, the commit reads and writes it, and what nodes record is written and read.
@@ -55,12 +54,10 @@ class Capacity:
     Attributes:
         parts: memory by use with ``shown_rows`` rows at ``context``: name, bytes, whether it is an estimate.
         shown_rows: rows that ``parts`` is computed for.
-        context: tokens of a row, prompt and output.
         kv_per_token: bytes of a token in the target's pool and in the draft's.
         window: bytes of a row's window, after its committed tokens, in both pools.
         budget: bytes the engine may use; None: the memory of the hardware is not known.
         rows: most rows at ``context``; 0: not even one fits; None: not known.
-        longest: longest context of a single row; likewise.
         chunks: sizes of prefill chunks that ``parts`` is computed for.
         runtime: of the planned engine, and why.
         states: of one row; None: no layer is recurrent.
@@ -120,10 +117,7 @@ def capacity(
 
     Args:
         config: as composed; its runtime group gives page size, chunks and share of the memory.
-        pair: facts of both models.
-        model: their weights.
         shape: the widest shape to serve; without steps, the variant's automatic one.
-        context: tokens of each row.
         device, dtype: resolved, not ``auto``.
         memory: bytes of the hardware; None: not known.
     """
@@ -225,8 +219,6 @@ def engine_plan(
     Args:
         config, pair, device, dtype, memory: as of :func:`capacity`.
         shape: of its cycles; without steps, the variant's automatic one.
-        rows: lanes of its largest bucket.
-        context: tokens of each row.
     """
     drafting = config.variant
     if drafting.tree_choices is None and shape.num_steps:

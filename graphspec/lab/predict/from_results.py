@@ -30,7 +30,6 @@ class Measured:
     """Sides of this engine in a result file, without those of other drafters.
 
     Attributes:
-        file: its name.
         sides: without those whose tokens differ from plain decoding's.
         shapes: of each side; plain decoding is ``PLAIN``.
     """
@@ -62,7 +61,6 @@ def read_measured(file: str, variant: Variant, temperature: float) -> Measured:
     Args:
         file: ``plan.measured``.
         variant: whose sides are read; those of plain decoding are read too.
-        temperature: of the sides that are read.
 
     Raises:
         ConfigError: nothing there, a broken line, or no side of this engine.
@@ -85,7 +83,6 @@ def of_rows(rows: Iterable[Mapping[str, Any]], variant: Variant, name: str) -> M
 
     Args:
         rows: as :func:`graphspec.lab.measure.compare.records` gives them.
-        variant: that ran.
         name: where they come from.
     """
     return _ours((SideRecord(name, dict(row), {}) for row in rows), variant, name)
@@ -118,7 +115,6 @@ def acceptance_of(measured: Measured, usual: float) -> Acceptance | None:
     offered K siblings, which underestimates the deeper ones a little.
 
     Args:
-        measured: sides.
         usual: g where no tree says what it is.
     """
     speculative = [

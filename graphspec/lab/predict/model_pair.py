@@ -28,12 +28,9 @@ class ModelPair:
 
     Attributes:
         name: of the model: its folder's, or its name on the Hub.
-        folder: of the target's config.
         target: its facts, as if it were not quantised.
         draft: facts of the draft; None if the drafter is no network.
-        described: the draft in words.
         from_config: there is no checkpoint of the draft: its facts come from a config, or are assumed.
-        notes: what was assumed.
     """
 
     name: str
@@ -74,7 +71,6 @@ def read_model_pair(model_path: str, config: VariantConfig, variant: Variant, re
     Args:
         model_path: ``model.path``.
         config: the ``variant`` group.
-        variant: its catalog entry.
         revision: ``model.revision``.
 
     Raises:

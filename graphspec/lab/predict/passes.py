@@ -27,13 +27,7 @@ _MEGA = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Milliseconds of a part of a pass.
-
-    Attributes:
-        rows: measured numbers of rows, ascending.
-        times: of each, at each context.
-        contexts: one or two, ascending.
-    """
+    """Milliseconds of a part of a pass."""
 
     rows: tuple[int, ...]
     times: tuple[tuple[float, ...], ...]

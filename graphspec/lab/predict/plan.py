@@ -61,7 +61,6 @@ class Row:
     """The advice for one batch size.
 
     Attributes:
-        plain: plain decoding.
         best: the recommended shape; plain decoding if nothing is faster.
         free: nodes per row that verification processes at no extra cost (:func:`.advice.free_width`).
         break_even: tokens per cycle above which ``best`` is faster than plain decoding.
@@ -90,7 +89,6 @@ class Advice:
             batch; empty where the model does not know the hardware.
         shortfall: why not even one row fits, and what would fit; None: one row does, or the memory is not known.
         ranks: the same target over several ranks of the hardware; empty on a CPU, or where the link between them is not known.
-        notes: what was assumed or left out.
     """
 
     pair: ModelPair
@@ -199,10 +197,6 @@ def stage_record(stage: StagePrediction) -> dict[str, Any]:
 
 def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
     """Compute the advice.
-
-    Args:
-        config: as composed.
-        say: called with what is being measured.
 
     Raises:
         ConfigError: no figures of the hardware; a context longer than the model's; a bad ``plan.measured``; a missing draft that is
@@ -360,10 +354,6 @@ def resolve_hardware(
     """Figures of the hardware: measured now, else measured with the sides of a file, else those of the ``hardware`` group.
 
     Args:
-        config: as composed.
-        device, dtype: of the engine.
-        here: sides that ran on it.
-        passes: measured on it.
         working_set: bytes that a cycle touches, which a CPU's caches may hold.
 
     Raises:

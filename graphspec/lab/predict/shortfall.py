@@ -23,12 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """An alternative that fits.
-
-    Attributes:
-        what: in words.
-        command: that plans it.
-    """
+    """An alternative that fits."""
 
     what: str
     command: str
@@ -40,8 +35,6 @@ class Shortfall:
 
     Attributes:
         needed, allowed: bytes of an engine with one row, and bytes that may be used.
-        context: tokens of that row.
-        alternatives: what would fit, the smallest change first.
     """
 
     needed: int
@@ -66,12 +59,6 @@ def find_shortfall(
     """None if a row fits, or if the memory is not known.
 
     Args:
-        config: as composed.
-        pair: facts of both models.
-        model: their weights.
-        shape: of the cycles that were planned.
-        found: what fits with it.
-        dtype: of the weights.
         memory: bytes of the hardware.
     """
     if found.rows != 0 or found.budget is None or memory is None:

@@ -37,12 +37,7 @@ class Chart:
     """One chart, or a sentence that says why there is none.
 
     Attributes:
-        id: of the element it is drawn in.
-        title: what it shows, in a few words.
-        lede: how to read it.
         figure: what plotly draws; None: the chart is left out.
-        numbers: the same as a table.
-        missing: what the files lack for this chart.
         wide: whether it takes the whole width of the page.
     """
 
@@ -127,8 +122,6 @@ def drawing(data: Sequence[Any], height: int, *, x: dict[str, Any], y: dict[str,
     """A figure in the report's style: thin grid, no frame, no legend.
 
     Args:
-        data: traces.
-        height: in pixels.
         x: additional or overriding properties of its x axis; likewise ``y``.
         more: additional or overriding properties of its layout.
     """
@@ -174,10 +167,7 @@ def row_labels(
     """Annotations above the bars of :func:`row_axis`, at the left edge, so that long names fit on a phone; they hide grid lines.
 
     Args:
-        labels: texts, the first one on top.
-        bold: text before each of them, in bold.
         colours: of the labels, where the bars' colours do not show the role of a side.
-        shift: pixels above the middle of the row.
     """
     return [
         go.layout.Annotation(

@@ -74,8 +74,6 @@ class Section:
     """One part of the page: charts, then the output of the template ``body``, then those of ``tables`` that have rows.
 
     Attributes:
-        name: of its element.
-        title: its heading.
         link: text in the list of sections, where the title is too long for it.
     """
 
@@ -101,7 +99,6 @@ def page(results: Results, plotly: str) -> str:
 
     Args:
         results: from :func:`~graphspec.lab.measure.results.read_results`.
-        plotly: text of plotly's script.
     """
     # These modules alone import plotly, which may be missing: plotly_script reports that.
     from . import cycle_charts, speed_charts

@@ -34,11 +34,7 @@ class Table:
     """Rows of text under headings; the first column names the row.
 
     Attributes:
-        headings: of the columns.
-        rows: text by row and column.
-        caption: description for screen readers.
         title: its heading, if it has one.
-        note: text between title and table.
         sides: of the rows, if each is one side, whose marks follow its name.
     """
 

@@ -22,14 +22,10 @@ class Outcome:
     """One shape at one batch size, measured together with plain decoding.
 
     Attributes:
-        shape: (S, K, N).
-        batch: requests at once.
-        tokens_per_second: median over rounds.
         ratio: median of the rounds' ratios to plain decoding.
         acceptance_length: tokens per cycle; None if no cycle was whole.
         shares: of drafts accepted at depth 1, 2, ... given the ones before, as deep as there were any.
         cycle_ms: median time of a cycle, host included, between two bursts; None if no request had two cycles.
-        plain_ms: the same for plain decoding in the same run.
     """
 
     shape: Shape
@@ -115,7 +111,6 @@ def cycle_times(timed: Mapping[int, Mapping[int, float]], measured: Sequence[Out
 
     Args:
         timed: bucket to depth to milliseconds, as the engine timed them; the depths are the same in all buckets.
-        measured: the chosen shape at each batch size.
     """
     found = {outcome.batch: outcome for outcome in measured}
     times = {}
@@ -137,7 +132,6 @@ def first_depths(times: Mapping[int, Mapping[int, float]], shares: Sequence[floa
     0.
 
     Args:
-        times: bucket to depth to the time of a cycle.
         shares: of drafts accepted at depth 1, 2, ... given the ones before.
         ratios: batch size to the deepest cycle's measured ratio to plain decoding.
     """
@@ -172,10 +166,6 @@ def backlog_for(times: Mapping[int, Mapping[int, float]], most: int) -> int:
     """Tokens that a row decodes at depth 0 before its drafter catches up, so that this takes at most ``CATCH_UP_SHARE`` of the time.
 
     Catching up takes about the difference between the shallowest drafting cycle and a plain one.
-
-    Args:
-        times: bucket to depth to the time of a cycle.
-        most: largest backlog.
     """
     shares = [min(table[depth] for depth in table if depth) / table[0] - 1 for table in times.values() if 0 in table and len(table) > 1]
     wanted = max(shares, default=0.0) / CATCH_UP_SHARE

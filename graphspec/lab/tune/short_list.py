@@ -26,13 +26,7 @@ TRIED_FAN, TRIED_NODES = 4, 16
 
 @dataclass(frozen=True)
 class Candidates:
-    """The shapes that could be run.
-
-    Attributes:
-        config: model and draft.
-        variant: of the catalog.
-        pair: facts of target and draft.
-    """
+    """The shapes that could be run."""
 
     config: LaunchConfig
     variant: Variant
@@ -89,7 +83,6 @@ class Prospect:
     """A shape that is run.
 
     Attributes:
-        shape: (S, K, N).
         why: ``automatic``, ``configured``, or the batch size at which it is predicted to be fast.
         ratios: batch to predicted ratio to the speed of plain decoding.
     """
@@ -112,7 +105,6 @@ def short_list(config: LaunchConfig, batches: Sequence[int], trial: Sequence[Map
 
     Args:
         config: model, draft, workload; ``tune.candidates`` is the length of the list.
-        batches: batch sizes to tune for, ascending.
         trial: records of sides that ran the shapes of :func:`tried_shapes`, and of plain decoding.
 
     Returns:

@@ -32,14 +32,10 @@ class Tuning:
 
     Attributes:
         prospects: rows of :func:`graphspec.lab.tune.short_list.short_list`.
-        outcomes: of the candidates whose tokens were right.
         plain: batch size to tokens per second of plain decoding, in the run of the candidates.
-        choice: the conclusion.
-        config: to be written.
         final: batch size to the outcome of ``config``; empty where that is plain decoding.
         wrong: sides whose tokens were not those of plain decoding.
         rows: records of kind ``side``.
-        head: their provenance record.
     """
 
     prospects: list[dict[str, Any]]
