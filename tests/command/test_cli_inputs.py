@@ -95,7 +95,8 @@ def test_standard_input_that_is_no_text() -> None:
 
 
 def test_what_the_terminal_has_no_code_for_is_shown_as_an_escape() -> None:
-    code = "from graphspec.cli import main as cli\ncli.COMMANDS['convert'] = cli.Command(lambda words: print(*words) or 0, '', '', True)\ncli.main()"
+    echo = "cli.COMMANDS['convert'] = cli.Command(lambda words: print(*words) or 0, '', '', True)"
+    code = f"from graphspec.cli import main as cli\n{echo}\ncli.main()"
     done = shell("convert", "é", code=code, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stdout, done.stderr) == (0, b"\\xe9\n", b"")
 

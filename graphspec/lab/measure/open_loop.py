@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
-from rich.text import Text
 
 from ...config.command_options import CLOSED, MAX_PROMPT, WorkloadConfig
 from ...config.paths import read_json, read_text
 from ...errors import ConfigError
+from ...host import terminal
 from .metrics import Round, Timeline, latency
 
 
@@ -160,22 +159,19 @@ def describe(workload: WorkloadConfig) -> str:
 
 def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     """All sides in one table; latencies and goodput over the requests of all rounds."""
-    shown = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    shown.add_column("side")
-    for heading in ("goodput", "TTFT", "p99", "ITL", "p99", "gap p99", "length"):
-        shown.add_column(heading, justify="right", no_wrap=True)
-    shown.add_column("equal", no_wrap=True)
+    cells, caption = [], ""
     for row in rows:
         if row["equal"] is False:
-            shown.add_row(Text(row["side"]), *[""] * 7, Text("NO"))
+            cells.append((row["side"], *[""] * 7, "NO"))
             continue
         served, gap = row["open_loop"]["goodput"], row["open_loop"]["gap_while_long_prompts_ms"]
         times = [f"{row[key][part]:.1f}" if row[key] else "" for key in ("ttft_ms", "itl_ms") for part in ("p50", "p99")]
-        shown.add_row(
-            Text(row["side"]), f"{served['within']} of {served['requests']}", *times, f"{gap['p99']:.1f}" if gap else "",
+        cells.append((
+            row["side"], f"{served['within']} of {served['requests']}", *times, f"{gap['p99']:.1f}" if gap else "",
             f"{row['acceptance_length']:.2f}" if row["acceptance_length"] else "", "yes" if row["equal"] else "-",
-        )  # fmt: skip
+        ))  # fmt: skip
         limits = f"within {served['ttft_limit_ms']:g} ms to the first token and {served['itl_limit_ms']:g} ms between tokens"
         gaps = "gap: between tokens while a long prompt of another request waits or is read"
-        shown.caption = f"times in ms, p50 or as said; goodput: requests {limits}; {gaps}"
-    return shown
+        caption = f"times in ms, p50 or as said; goodput: requests {limits}; {gaps}"
+    headings = ("side", "goodput", "TTFT", "p99", "ITL", "p99", "gap p99", "length", "equal")
+    return terminal.table(title, headings, cells, ("side", "equal"), caption=caption)

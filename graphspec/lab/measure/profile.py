@@ -8,17 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from ...config.command_options import CLOSED, LaunchConfig
 from ...config.paths import check_writable, user_path
 from ...config.schema import AcceptConfig
 from ...errors import ConfigError
 from ...facts.hub import pinned
+from ...host import terminal
 from ...host.core_wait import busy_caution
+from ...host.terminal import say, status
 from .compare import Bench, Measured, Say, Schedule, records, set_verdicts
 from .equality import Reference, Verdict, judge
 from .open_loop import describe, read_trace
@@ -48,12 +48,8 @@ def run(config: LaunchConfig) -> int:
     trace = _writable(config.profile.trace)
     check_writable("results", config.results, folder=True)
     sides = sides_of(config)
-    err = Console(stderr=True)
-    if err.is_terminal:
-        with err.status("") as status:
-            measured, rows = profile(config, sides, status.update)
-    else:
-        measured, rows = profile(config, sides)
+    with status() as progress:
+        measured, rows = profile(config, sides, progress)
     file = _write(config, measured[0], rows)
     if trace is not None:
         document = {"traceEvents": measured[0].trace, "displayTimeUnit": "ms"}
@@ -66,10 +62,10 @@ def run(config: LaunchConfig) -> int:
         Console().print(draw(found, case_name(config, measured[0])))
         for row in found:
             mark = " SYNTHETIC acceptance, the text means nothing." if row["synthetic"] else " LOSSY acceptance." if row["lossy"] else ""
-            Console().print(Text(f"{row['side']}: {row['equality']}.{mark}"), soft_wrap=True)
+            say(f"{row['side']}: {row['equality']}.{mark}")
         if (busy := busy_caution({row["side"]: row["core_wait"] for row in found})) is not None:
-            Console().print(Text(busy), soft_wrap=True)
-        Console().print(Text(f"written to {file}"), soft_wrap=True)
+            say(busy)
+        say(f"written to {file}")
     return 1 if any(row["equal"] is False for row in found) else 0
 
 
@@ -156,31 +152,21 @@ def _write(config: LaunchConfig, subject: Measured, rows: Sequence[dict[str, Any
 
 def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     """All sides in one table; medians over rounds, latencies over the requests of all rounds."""
-    shown = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    shown.add_column("side")
-    for heading in ("tokens/s", "ratio", "TTFT", "TPOT", "ITL", "ITL p99", "length"):
-        shown.add_column(heading, justify="right", no_wrap=True)
-    shown.add_column("equal", no_wrap=True)
-    shown.caption = "times in ms, p50 or as said; length: new tokens per cycle" + _ratio_to(rows)
+    cells = []
     for row in rows:
         if row["equal"] is False:
-            shown.add_row(Text(row["side"]), *[""] * 7, Text("NO"))
+            cells.append((row["side"], *[""] * 7, "NO"))
             continue
         ratio = f"{row['ratio']['median']:.2f}x" if row["ratio"] else ""
-        latencies = [_milliseconds(row[f"{name}_ms"], share) for name, share in LATENCIES]
+        latencies = (f"{row[key][share]:.2f}" if row[key] else "" for key, share in LATENCIES)
         length = f"{row['acceptance_length']:.2f}" if row["acceptance_length"] else ""
-        equal = "yes" if row["equal"] else "-"
-        shown.add_row(Text(row["side"]), f"{row['tokens_per_second']['median']:.1f}", Text(ratio), *latencies, length, equal)
-    return shown
-
-
-LATENCIES = (("ttft", "p50"), ("tpot", "p50"), ("itl", "p50"), ("itl", "p99"))
-
-
-def _milliseconds(found: dict[str, float] | None, share: str) -> str:
-    return f"{found[share]:.2f}" if found is not None else ""
-
-
-def _ratio_to(rows: Sequence[dict[str, Any]]) -> str:
+        speed = f"{row['tokens_per_second']['median']:.1f}"
+        cells.append((row["side"], speed, ratio, *latencies, length, "yes" if row["equal"] else "-"))
     named = dict.fromkeys(row["ratio"]["to"] for row in rows if row.get("ratio"))
-    return f"; ratio: tokens/s by those of {' and '.join(named)}" if named else ""
+    caption = "times in ms, p50 or as said; length: new tokens per cycle"
+    caption += f"; ratio: tokens/s by those of {' and '.join(named)}" if named else ""
+    headings = ("side", "tokens/s", "ratio", "TTFT", "TPOT", "ITL", "ITL p99", "length", "equal")
+    return terminal.table(title, headings, cells, ("side", "equal"), caption=caption)
+
+
+LATENCIES = (("ttft_ms", "p50"), ("tpot_ms", "p50"), ("itl_ms", "p50"), ("itl_ms", "p99"))

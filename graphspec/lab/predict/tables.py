@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ...errors import spell_bytes
+from ...host.terminal import table
 from .advice import FREE, LARGEST_BATCH, Efficiency
 from .latency import gathered
 from .passes import PassTimes
@@ -17,8 +16,10 @@ from .plan import CLOSE
 from .ranks import recommended
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ...shapes import CycleShape
-    from .advice import Timing
+    from .advice import Ranked, Timing
     from .plan import Advice, Row
 
 WIDTH = 100
@@ -32,12 +33,6 @@ def spell(shape: CycleShape) -> str:
     return f"({shape.num_steps}, {shape.topk}, {shape.num_draft_tokens})" if shape.num_steps else "none"
 
 
-def _table(title: str, footer: bool = False) -> Table:
-    return Table(
-        title=title, title_justify="left", show_footer=footer, box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False
-    )
-
-
 def show(advice: Advice, console: Console | None = None) -> None:
     """Print everything."""
     console = console or Console()
@@ -49,8 +44,8 @@ def show(advice: Advice, console: Console | None = None) -> None:
     for line in heading(advice):
         console.print(Text(line), soft_wrap=False)
     console.print()
-    for table in (memory_table(advice), batches_table(advice), stages_table(advice), lengths_table(advice)):
-        console.print(table)
+    for draw in (memory_table, batches_table, stages_table, lengths_table):
+        console.print(draw(advice))
     if advice.ranks:
         console.print(ranks_table(advice))
     if advice.launches:
@@ -113,133 +108,109 @@ def ranks_table(advice: Advice) -> Table:
     """Plain decoding of the smallest batch over several devices, and the fewest that have room for a row."""
     fewest = recommended(advice.ranks)
     words = f"{fewest.size} are the fewest with room for a row" if fewest is not None else "no number of them has room for a row"
-    table = _table(f"ranks, {advice.rows[0].batch} row(s), plain decoding: {words}")
-    for heading in ("ranks", "weights of each", "one row needs", "rows", "floor", "sums", "time of sums", "together"):
-        table.add_column(heading, justify="right")
-    for price in advice.ranks:
-        if price.refused:
-            table.add_row(str(price.size), Text(price.refused, overflow="fold"))
-            continue
-        times = (f"{price.floor_ms:.2f} ms", str(price.sums), f"{price.sums_ms:.2f} ms", f"{price.total_ms:.2f} ms")
-        rows = "?" if price.rows is None else str(price.rows)
-        table.add_row(str(price.size), spell_bytes(price.weights), spell_bytes(price.needed), rows, *times)
-    return table
+    rows = [
+        (str(price.size), price.refused)
+        if price.refused
+        else (
+            str(price.size), spell_bytes(price.weights), spell_bytes(price.needed), "?" if price.rows is None else str(price.rows),
+            f"{price.floor_ms:.2f} ms", str(price.sums), f"{price.sums_ms:.2f} ms", f"{price.total_ms:.2f} ms",
+        )
+        for price in advice.ranks
+    ]  # fmt: skip
+    headings = ("ranks", "weights of each", "one row needs", "rows", "floor", "sums", "time of sums", "together")
+    return table(f"ranks, {advice.rows[0].batch} row(s), plain decoding: {words}", headings, rows, ("weights of each",))
 
 
 def memory_table(advice: Advice) -> Table:
     """Memory that the engine would hold, and the rows and contexts that fit."""
     found = advice.capacity
-    budget = f"{spell_bytes(found.budget)} allowed" if found.budget is not None else "memory of the hardware not known"
-    table = _table(f"memory, {found.shown_rows} row(s) of {found.context} tokens", footer=True)
-    table.add_column("what", footer=budget)
-    table.add_column("bytes", justify="right", footer=spell_bytes(found.total))
-    for name, size, estimate in found.parts:
-        table.add_row(name, ("~" if estimate else "") + spell_bytes(size))
     target, draft = found.kv_per_token
-    table.add_row("(of the KV: a token in the target's pool)", spell_bytes(target))
-    table.add_row("(of the KV: a token in the draft's pool)", spell_bytes(draft))
-    table.add_row("(of the KV: a row's window)", spell_bytes(found.window))
-    if found.states is not None:
-        costs = found.states
-        table.add_row("(of the states: a row)", spell_bytes(costs.state))
-        table.add_row("(of the states: what a row's nodes record)", spell_bytes(costs.records))
-        table.add_row("(a state per node, which is not kept, would take)", spell_bytes(costs.snapshots))
-        table.add_row(
-            "(states moved in a cycle of a row; with a state per node)",
-            " / ".join(map(spell_bytes, (costs.traffic, costs.snapshot_traffic))),
-        )
-    table.add_row("(prompts are read in chunks of)", ", ".join(map(str, found.chunks)))
-    table.add_row("(runtime)", found.runtime)
+    rows = [(name, ("~" if estimate else "") + spell_bytes(size)) for name, size, estimate in found.parts]
+    rows += [
+        ("(of the KV: a token in the target's pool)", spell_bytes(target)),
+        ("(of the KV: a token in the draft's pool)", spell_bytes(draft)),
+        ("(of the KV: a row's window)", spell_bytes(found.window)),
+    ]
+    if (costs := found.states) is not None:
+        moved = f"{spell_bytes(costs.traffic)} / {spell_bytes(costs.snapshot_traffic)}"
+        rows += [
+            ("(of the states: a row)", spell_bytes(costs.state)),
+            ("(of the states: what a row's nodes record)", spell_bytes(costs.records)),
+            ("(a state per node, which is not kept, would take)", spell_bytes(costs.snapshots)),
+            ("(states moved in a cycle of a row; with a state per node)", moved),
+        ]
+    rows += [("(prompts are read in chunks of)", ", ".join(map(str, found.chunks))), ("(runtime)", found.runtime)]
     if found.rows is not None:
         fits = f"most rows at {found.context} tokens: {found.rows}; longest context of one row: {found.longest}"
-        table.add_row(f"({fits if found.rows or found.longest else 'not even one row fits'})", "")
+        rows.append((f"({fits if found.rows or found.longest else 'not even one row fits'})", ""))
     if found.served is not None:
-        rows, context, tokens = found.served
-        table.add_row(f"(runtime.max_rows={rows} rows of up to {context} share KV pools of {tokens} tokens)", "")
-    return table
+        lanes, context, tokens = found.served
+        rows.append((f"(runtime.max_rows={lanes} rows of up to {context} share KV pools of {tokens} tokens)", ""))
+    budget = f"{spell_bytes(found.budget)} allowed" if found.budget is not None else "memory of the hardware not known"
+    title = f"memory, {found.shown_rows} row(s) of {found.context} tokens"
+    return table(title, ("what", "bytes"), rows, ("what",), footers=(budget, spell_bytes(found.total)))
 
 
 def batches_table(advice: Advice) -> Table:
     """One line per batch: plain decoding and the recommended shape."""
-    table = _table(f"recommended (S, K, N): fewest nodes within {CLOSE:.0%} of the fastest")
-    for name in ("batch", "plain ms", "tok/s", "shape", "ms", "length", "tok/s", "ratio", "pays from", "free N", "fits"):
-        table.add_column(name, justify="right", no_wrap=True)
+    headings = ("batch", "plain ms", "tok/s", "shape", "ms", "length", "tok/s", "ratio", "pays from", "free N", "fits")
+    most = advice.capacity.rows
+    rows = []
     for row in advice.rows:
-        table.add_row(*_cells(advice, row))
-    for entry, row in zip(advice.configured, advice.rows, strict=False):
-        if entry.shape != row.best.shape:
-            ratio = entry.tokens_per_second / row.plain.tokens_per_second
-            cells = (f"{entry.prediction.cycle_ms:.2f}", f"{entry.acceptance_length:.2f}", f"{entry.tokens_per_second:,.0f}")
-            table.add_row(str(row.batch), "", "", f"{spell(entry.shape)}*", *cells, f"{ratio:.2f}", "", "", "")
-            table.caption = "* as configured"
-    return table
+        plain = (f"{row.plain.prediction.cycle_ms:.2f}", f"{row.plain.tokens_per_second:,.0f}")
+        fits = "?" if most is None else "yes" if row.batch <= most else "no"
+        pays = f"{row.break_even:.2f}" if row.best.shape.num_steps else "-"
+        rows.append((str(row.batch), *plain, spell(row.best.shape), *_figures(row.best, row), pays, str(row.free), fits))
+    other = [(entry, row) for entry, row in zip(advice.configured, advice.rows, strict=False) if entry.shape != row.best.shape]
+    rows += [(str(row.batch), "", "", f"{spell(entry.shape)}*", *_figures(entry, row), "", "", "") for entry, row in other]
+    title = f"recommended (S, K, N): fewest nodes within {CLOSE:.0%} of the fastest"
+    return table(title, headings, rows, caption="* as configured" if other else "")
 
 
-def _cells(advice: Advice, row: Row) -> list[str]:
-    best, most = row.best, advice.capacity.rows
-    drafts = best.shape.num_steps > 0
-    return [
-        str(row.batch),
-        f"{row.plain.prediction.cycle_ms:.2f}",
-        f"{row.plain.tokens_per_second:,.0f}",
-        spell(best.shape),
-        f"{best.prediction.cycle_ms:.2f}",
-        f"{best.acceptance_length:.2f}",
-        f"{best.tokens_per_second:,.0f}",
-        f"{best.tokens_per_second / row.plain.tokens_per_second:.2f}",
-        f"{row.break_even:.2f}" if drafts else "-",
-        str(row.free),
-        "?" if most is None else "yes" if row.batch <= most else "no",
-    ]
+def _figures(entry: Ranked, row: Row) -> tuple[str, str, str, str]:
+    """Milliseconds of a cycle, tokens per cycle, tokens per second and ratio to plain decoding."""
+    speed, ratio = entry.tokens_per_second, entry.tokens_per_second / row.plain.tokens_per_second
+    return f"{entry.prediction.cycle_ms:.2f}", f"{entry.acceptance_length:.2f}", f"{speed:,.0f}", f"{ratio:.2f}"
 
 
 def stages_table(advice: Advice) -> Table:
     """Floors of the recommended shape at the smallest and the largest batch."""
-    table = _table("stages with weights, recommended shape")
-    for name in ("batch", "stage", "bytes", "weights", "experts", "KV, states", "floor ms", "ms", "bound"):
-        table.add_column(name, justify="right" if name not in ("stage", "bound") else "left", no_wrap=True)
+    rows = []
     for row in {advice.rows[0].batch: advice.rows[0], advice.rows[-1].batch: advice.rows[-1]}.values():
         for stage in row.best.prediction.stages:
             parts = stage.cost.parts
-            shown = [parts["weights"], parts["experts"], parts["kv"] + parts["state"]]
-            sizes = [spell_bytes(size) for size in (stage.cost.bytes, *shown)]
+            sizes = (stage.cost.bytes, parts["weights"], parts["experts"], parts["kv"] + parts["state"])
             name = stage.name + (f" x{stage.cost.passes}" if stage.cost.passes > 1 else "")
             bound = "compute" if stage.compute_bound else "bytes"
-            times = (f"{stage.floor_ms:.3f}", f"{stage.ms:.3f}")
-            table.add_row(str(row.batch), name, *sizes, *times, bound)
-    return table
+            rows.append((str(row.batch), name, *map(spell_bytes, sizes), f"{stage.floor_ms:.3f}", f"{stage.ms:.3f}", bound))
+    headings = ("batch", "stage", "bytes", "weights", "experts", "KV, states", "floor ms", "ms", "bound")
+    return table("stages with weights, recommended shape", headings, rows, ("stage", "bound"))
 
 
 def launches_table(advice: Advice) -> Table:
     """Where the time of one cycle goes, launch by launch."""
     plain, programmatic = advice.launches
-    title = f"launch by launch, estimated: {spell(plain.shape)}, batch {plain.batch}, floor {plain.floor_ms:.2f} ms"
-    table = _table(title)
-    for name in ("kernel", "launches", "round trips", "gaps", "exposed", "stream", "alone", "ms"):
-        table.add_column(name, justify="left" if name == "kernel" else "right", no_wrap=True)
     rest = plain.parts[KERNELS_SHOWN:]
+    rows = []
     for part in [*plain.parts[:KERNELS_SHOWN], *([gathered("others", rest)] if rest else []), plain.whole]:
         times = (f"{1e3 * seconds:.3f}" for seconds in (part.gap, part.exposed, part.stream, part.alone, part.seconds))
-        table.add_row(part.name, str(part.launches), f"{part.memory + part.cache:.0f}", *times)
+        rows.append((part.name, str(part.launches), f"{part.memory + part.cache:.0f}", *times))
     ratios = [1e3 * one.whole.seconds / one.floor_ms for one in (plain, programmatic)]
-    table.caption = (
-        f"{ratios[0]:.2f}x the floor; {ratios[1]:.2f}x with kernels.programmatic_launch=true. Times in ms; none of it was measured."
-    )
-    return table
+    caption = f"{ratios[0]:.2f}x the floor; {ratios[1]:.2f}x with kernels.programmatic_launch=true. Times in ms; none of it was measured."
+    title = f"launch by launch, estimated: {spell(plain.shape)}, batch {plain.batch}, floor {plain.floor_ms:.2f} ms"
+    headings = ("kernel", "launches", "round trips", "gaps", "exposed", "stream", "alone", "ms")
+    return table(title, headings, rows, ("kernel",), caption=caption)
 
 
 def lengths_table(advice: Advice) -> Table:
     """Tokens per second of the recommended shape by tokens committed per cycle."""
-    table = _table("tokens/s against acceptance length, recommended shape")
-    table.add_column("batch", justify="right")
-    table.add_column("shape", justify="right")
-    for length in LENGTHS:
-        table.add_column(f"{length:g}", justify="right")
+    rows = []
     for row in advice.rows:
         shape = row.best.shape
         speeds = [row.best.prediction.tokens_per_second(x) if 1 < x <= shape.num_steps + 1 else None for x in LENGTHS]
-        table.add_row(str(row.batch), spell(shape), *("-" if speed is None else f"{speed:,.0f}" for speed in speeds))
-    return table
+        rows.append((str(row.batch), spell(shape), *("-" if speed is None else f"{speed:,.0f}" for speed in speeds)))
+    headings = ("batch", "shape", *(f"{length:g}" for length in LENGTHS))
+    return table("tokens/s against acceptance length, recommended shape", headings, rows)
 
 
 def crossover_line(advice: Advice) -> str:
@@ -257,14 +228,13 @@ def crossover_line(advice: Advice) -> str:
 def predictions_table(advice: Advice) -> Table:
     """Predicted against measured."""
     source = "timed passes" if isinstance(advice.efficiency, PassTimes) else "the other measured sides"
-    table = _table(f"predicted from {source}, against measured")
-    for name in ("batch", "shape", "stage", "predicted ms", "measured ms", "error"):
-        table.add_column(name, justify="left" if name == "stage" else "right")
+    rows = []
     for record in advice.predictions:
         shape = "none" if not record["shape"][0] else str(tuple(record["shape"]))
-        stage, times = record["stage"] or "cycle", (f"{record['predicted_ms']:.3f}", f"{record['measured_ms']:.3f}")
-        table.add_row(str(record["batch"]), shape, stage, *times, f"{record['error']:+.1%}")
-    return table
+        times = (f"{record['predicted_ms']:.3f}", f"{record['measured_ms']:.3f}", f"{record['error']:+.1%}")
+        rows.append((str(record["batch"]), shape, record["stage"] or "cycle", *times))
+    headings = ("batch", "shape", "stage", "predicted ms", "measured ms", "error")
+    return table(f"predicted from {source}, against measured", headings, rows, ("stage",))
 
 
 def error_line(advice: Advice) -> str:

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from ...config.catalog import resolve_variant
 from ...config.command_options import CLOSED, LaunchConfig
 from ...config.paths import check_writable
 from ...errors import ConfigError
 from ...facts.hub import pinned
+from ...host.terminal import say, status
 from ..measure.provenance import result_file, write_jsonl
 from ..measure.sides import PLAIN
 from .experiment import write_experiment
@@ -40,12 +40,8 @@ def run(config: LaunchConfig) -> int:
     batches = check(config)
     file = check_writable("tune.out", config.tune.out or OUT)
     folder = check_writable("results", config.results, folder=True)
-    err = Console(stderr=True)
-    if err.is_terminal:
-        with err.status("") as status:
-            tuning = tune(config, batches, status.update)
-    else:
-        tuning = tune(config, batches)
+    with status() as progress:
+        tuning = tune(config, batches, progress)
     right = all(row["equal"] is not False for row in tuning.rows if row["role"] != PLAIN and row["case"].startswith(WRITTEN))
     summary = summarise(tuning, file if right else None)
     results = result_file(folder, "tune")
@@ -55,18 +51,14 @@ def run(config: LaunchConfig) -> int:
     if config.format == "json":
         print(json.dumps({"file": str(results), "tuned": summary, "records": tuning.rows}, default=str))
         return 0 if right else 1
-    console = Console()
-    console.print(table(tuning))
-    for label in tuning.wrong:
-        console.print(Text(f"{label}: its tokens are not those of plain decoding"), soft_wrap=True)
+    Console().print(table(tuning))
+    say(*(f"{label}: its tokens are not those of plain decoding" for label in tuning.wrong))
     if (busy := caution(tuning)) is not None:
-        console.print(Text(busy), soft_wrap=True)
+        say(busy)
     for batch in summary["slower_than_plain"]:
-        slower = f"batch {batch}: the written configuration had {tuning.final[batch].ratio:.2f} times the speed of plain decoding"
-        console.print(Text(slower), soft_wrap=True)
-    console.print(Text(f"measurements written to {results}"), soft_wrap=True)
-    closing = f"experiment written to {file}: graphspec generate experiment={file}" if right else "no experiment was written"
-    console.print(Text(closing), soft_wrap=True)
+        say(f"batch {batch}: the written configuration had {tuning.final[batch].ratio:.2f} times the speed of plain decoding")
+    say(f"measurements written to {results}")
+    say(f"experiment written to {file}: graphspec generate experiment={file}" if right else "no experiment was written")
     return 0 if right else 1
 
 

@@ -6,13 +6,13 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-from rich.text import Text
-
 from ...config.command_options import LaunchConfig
+from ...host import terminal
 from ...host.core_wait import busy_caution
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from .choice import Choice, Outcome, Shape
     from .tune import Tuning
 
@@ -55,30 +55,25 @@ def table(tuning: Tuning) -> Table:
     """Candidates by batch size: tokens per second and ratio to plain decoding; below them the written configuration."""
     choice = tuning.choice
     assert choice is not None
-    caption = "ratio: over all batch sizes, geometric mean. score: below 1 counted as 1, since the engine decodes plainly there."
     clamped = choice.scores != choice.ratios
-    shown = Table(
-        title=f"chosen: {spell_choice(choice)}", title_justify="left", caption=caption if clamped else None, caption_justify="left"
-    )
-    shown.add_column("S, K, N")
-    shown.add_column("run because")
-    for batch in tuning.plain:
-        shown.add_column(f"batch {batch}", justify="right")
     overall = (choice.ratios, choice.scores) if clamped else (choice.ratios,)
-    for name in ("ratio", "score")[: len(overall)]:
-        shown.add_column(name, justify="right")
-    shown.add_row("none", "", *(f"{speed:.0f}" for speed in tuning.plain.values()), *("1.00" for _ in overall))
+    rows = [("none", "", *(f"{speed:.0f}" for speed in tuning.plain.values()), *("1.00" for _ in overall))]
     for prospect in tuning.prospects:
         shape = tuple(prospect["shape"])
-        found = {outcome.batch: outcome for outcome in tuning.outcomes if outcome.shape == shape}
-        style = "bold" if shape == choice.shape else None
-        cells = [spell_outcome(found.get(batch)) for batch in tuning.plain]
-        means = [f"{values[shape]:.2f}" if shape in values else "" for values in overall]
-        shown.add_row(Text(spell(shape)), Text(prospect["why"]), *cells, *means, style=style)
+        means = (f"{values[shape]:.2f}" if shape in values else "" for values in overall)
+        rows.append((spell(shape), prospect["why"], *_cells(tuning, shape), *means))
+    chosen = [number for number, row in enumerate(rows) if number and row[0] == spell(choice.shape)]
     if tuning.final:
-        shown.add_section()
-        shown.add_row("as written", "", *(spell_outcome(tuning.final.get(batch)) for batch in tuning.plain), *("" for _ in overall))
-    return shown
+        rows.append(("as written", "", *(spell_outcome(tuning.final.get(batch)) for batch in tuning.plain)))
+    headings = ("S, K, N", "run because", *(f"batch {batch}" for batch in tuning.plain), *("ratio", "score")[: len(overall)])
+    caption = "ratio: over all batch sizes, geometric mean. score: below 1 counted as 1, since the engine decodes plainly there."
+    return terminal.table(f"chosen: {spell_choice(choice)}", headings, rows, headings[:2], caption=caption if clamped else "", bold=chosen)
+
+
+def _cells(tuning: Tuning, shape: Shape) -> list[str]:
+    """The outcome of a shape at every batch size."""
+    found = {outcome.batch: outcome for outcome in tuning.outcomes if outcome.shape == shape}
+    return [spell_outcome(found.get(batch)) for batch in tuning.plain]
 
 
 def spell_outcome(outcome: Outcome | None) -> str:
@@ -110,12 +105,8 @@ def comment(config: LaunchConfig, tuning: Tuning, file: Path) -> list[str]:
         f"{'none':<26}" + "".join(f"{speed:>16.0f}" for speed in tuning.plain.values()) + f"{1:>8.2f}{1:>8.2f}",
     ]
     for shape, score in choice.scores.items():
-        found = {outcome.batch: outcome for outcome in tuning.outcomes if outcome.shape == shape}
-        lines.append(
-            f"{spell(shape):<26}"
-            + "".join(f"{spell_outcome(found[batch]):>16}" for batch in tuning.plain)
-            + f"{choice.ratios[shape]:>8.2f}{score:>8.2f}"
-        )
+        cells = "".join(f"{cell:>16}" for cell in _cells(tuning, shape))
+        lines.append(f"{spell(shape):<26}{cells}{choice.ratios[shape]:>8.2f}{score:>8.2f}")
     if tuning.final:
         lines.append(f"{'as written':<26}" + "".join(f"{spell_outcome(tuning.final.get(batch)):>16}" for batch in tuning.plain))
     if tuning.config.adaptive.depths:
