@@ -15,7 +15,7 @@ from graphspec.config.command_options import LaunchConfig, ProfileConfig
 from graphspec.config.schema import AcceptConfig, SamplingConfig
 from graphspec.errors import ConfigError, ResourceError
 from graphspec.lab.measure import compare, profile
-from graphspec.lab.measure.compare import Bench, Measured, Schedule
+from graphspec.lab.measure.compare import Bench, Measured
 from graphspec.lab.measure.engine_side import EngineSide
 from graphspec.lab.measure.generations import record_generation
 from graphspec.lab.measure.hf_side import HfSide
@@ -425,4 +425,3 @@ def test_forced_acceptance_is_held_to_a_twin_and_to_its_stages(pair: Pair, monke
         assert rows[0]["synthetic"] is True and rows[0]["equal"] is sound and "rule match" in rows[0]["equality"]
         assert ("tokens_per_second" in rows[0]) is sound
         assert rows[1]["equal"] is True
-    assert Schedule(1, 0.0).interleave

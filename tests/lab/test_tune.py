@@ -275,7 +275,7 @@ class Local:
         self.worker = None
 
     def ask(self, do: str, **values: Any) -> Any:
-        answer = json.loads(json.dumps(self.worker.answer(do, **json.loads(json.dumps(values))), default=str))
+        answer = json.loads(json.dumps(self.worker.answer(do, **values), default=str))
         if do == "prepare":
             self.about = answer
         if do == "depth_times":

@@ -19,7 +19,7 @@ from ...facts.hub import pinned
 from ...host import terminal
 from ...host.core_wait import busy_caution
 from ...host.terminal import say, status
-from .compare import Bench, Measured, Say, Schedule, records, set_verdicts
+from .compare import Bench, Measured, Say, records, set_verdicts
 from .equality import Reference, Verdict, judge
 from .open_loop import describe, read_trace
 from .open_loop import table as open_table
@@ -75,17 +75,7 @@ def profile(config: LaunchConfig, sides: Sequence[SideConfig], say: Say = lambda
     Returns:
         What was measured, and the records (kinds ``side`` and ``generation``).
     """
-    options = config.profile
-    schedule = Schedule(
-        rounds=options.rounds,
-        warm_up_seconds=options.warm_up_seconds,
-        interleave=options.interleave,
-        timeout_seconds=options.timeout_seconds,
-        cycles=True,
-        generations=options.generations,
-        trace=options.trace is not None,
-    )
-    bench = Bench(schedule, say)
+    bench = Bench(config.profile, say)
     plain = reference_of(sides)
     reference = bench.reference(plain) if plain is not None else None
     measured = bench.measure(sides)
