@@ -20,10 +20,10 @@ from graphspec.lab.measure.machine import copy_bandwidth
 from graphspec.lab.measure.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
 from graphspec.lab.predict.advice import predict
 from graphspec.lab.predict.calibration import engine_of, time_cycle, time_passes, timed_shapes
+from graphspec.lab.predict.command import spell
 from graphspec.lab.predict.model_pair import read_model_pair
 from graphspec.lab.predict.passes import Curve, PassTimes, TimedCycle
 from graphspec.lab.predict.plan import device_and_dtype
-from graphspec.lab.predict.tables import spell
 from graphspec.shapes import PLAIN, CycleShape
 
 SHAPES = (

@@ -24,7 +24,7 @@ from ...facts import read_model_facts, read_sampling_defaults
 from ...facts.folders import model_folder
 from ...text.tokenizer import Tokenizer
 from .metrics import Timeline
-from .workload import WorkloadRequest, make_workload
+from .workload import WorkloadRequest, describe_outsider, make_workload
 
 NOT_REPORTED = "the server does not report it"
 BEYOND = (
@@ -149,30 +149,9 @@ class ApiSide:
 
     def describe(self) -> dict[str, Any]:
         """See :class:`graphspec.lab.measure.worker.Runner`."""
-        absent = (
-            "acceptance_length",
-            "drafted_per_second",
-            "accepted_per_second",
-            "stages",
-            "cycle_ms",
-            "host_us",
-            "nodes",
-            "gap_ms",
-            "memory",
-        )
-        return {
-            "label": f"openai {self.model}",
-            "variant": None,
-            "shape": None,
-            "runtime": self.config.url,
-            "attention": None,
-            "dtype": None,
-            "device": None,
-            "digest": self.workload.digest,
-            "input_tokens": self.workload.input_tokens,
-            "temperature": self.config.sampling.stated_temperature,
-            "not_measured": dict.fromkeys(absent, NOT_REPORTED),
-        }
+        found = describe_outsider(self.config, self.workload, f"openai {self.model}", NOT_REPORTED, runtime=self.config.url)
+        found["not_measured"]["memory"] = NOT_REPORTED
+        return found
 
     def round(self) -> dict[str, Any]:
         """See :class:`graphspec.lab.measure.worker.Runner`."""

@@ -9,6 +9,7 @@ import torch
 
 from ...api.llm import LLM
 from ...api.stops import OutputText
+from ...engine.launcher import Forwarding
 from ...engine.request import ResolvedParams
 from ...graphs.cycle import Cycle, RingEntry
 from ...graphs.programs import Key
@@ -17,7 +18,7 @@ from ...plan.buffers import Views
 from ...shapes import GraphKey
 
 
-class TreeRecorder:
+class TreeRecorder(Forwarding):
     """A launcher that copies lane 0's tree after every cycle, before the next one overwrites it.
 
     Args:
@@ -25,18 +26,15 @@ class TreeRecorder:
     """
 
     def __init__(self, cycle: Cycle, *, scored: bool) -> None:
-        self.cycle, self.scored = cycle, scored
+        super().__init__(cycle)
+        self.scored = scored
         self.trees: list[list[dict[str, Any]]] = []
         self.emitted: list[list[int]] = []
         self.first: list[int] = []
         self._cycles: dict[int, bool] = {}
 
-    @property
-    def in_flight(self) -> int:
-        return self.cycle.in_flight
-
     def launch(self, key: Key, message: Message) -> int:
-        ticket = self.cycle.launch(key, message)
+        ticket = super().launch(key, message)
         self._cycles[ticket] = isinstance(key, GraphKey)
         if isinstance(key, GraphKey):
             if self.cycle.plan.device == "cuda":
@@ -45,7 +43,7 @@ class TreeRecorder:
         return ticket
 
     def read(self, ticket: int) -> RingEntry:
-        entry = self.cycle.read(ticket)
+        entry = super().read(ticket)
         if self._cycles.pop(ticket):
             self.emitted.append(entry.tokens[0])
         else:

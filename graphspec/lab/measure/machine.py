@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from ...plan.buffers import DTYPES
+from .metrics import quantiles
 
 LEAST_COPY = 2**14
 """Bytes of the smallest copy that is timed; a call takes longer than a smaller one."""
@@ -57,9 +57,7 @@ def measure(
     times, end = [once()], time.perf_counter() + seconds
     while time.perf_counter() < end:
         times.append(once())
-    times.sort()
-    ranks = {"least": times[0], "p10": times[len(times) // 10], "p90": times[-1 - len(times) // 10]}
-    return {"median": statistics.median(times), **ranks, "blocks": len(times)}
+    return {**quantiles(times), "least": min(times), "blocks": len(times)}
 
 
 def copy_bandwidth(device: str, gib: float | None = None, seconds: float = 0.5, *, working_set: float | None = None) -> float:

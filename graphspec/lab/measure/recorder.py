@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ...engine.launcher import Forwarding
 from ...graphs.capture import Capturer, ProgramCapturer
 from ...graphs.cycle import Cycle, RingEntry
 from ...graphs.programs import Key, Program
@@ -115,8 +116,7 @@ def external_event() -> TimingEvent:
 def inert(cycle: Cycle) -> Iterator[None]:
     """A context in which programs may run without effect: the message is empty, and all state is restored at the end."""
     state = cycle.arena.snapshot(("mail", "state", "ring"))
-    mail = torch.zeros(cycle.layout.size, dtype=torch.int64)
-    cycle.layout.encode(Message(lanes=()), mail)
+    mail = Forwarding(cycle).mail(Message(lanes=()))
     try:
         with torch.no_grad():
             cycle.arena["mail"].copy_(mail)
@@ -137,7 +137,7 @@ def stage_timer(cycle: Cycle, key: Key) -> StageTimer:
         return MarkedProgram(program, external_event, Capturer(cycle.arena) if cycle.plan.runtime.captured else None)
 
 
-class Recorder:
+class Recorder(Forwarding):
     """A launcher that forwards every call and records its time.
 
     Args:
@@ -146,21 +146,18 @@ class Recorder:
     """
 
     def __init__(self, cycle: Cycle, *, wait: bool = False, timers: dict[Key, StageTimer] | None = None) -> None:
-        self.cycle, self.timers = cycle, timers or {}
+        super().__init__(cycle)
+        self.timers = timers or {}
         self._on_cpu = cycle.plan.device == "cpu"
         self._wait = wait and not self._on_cpu
         self._program = (0.0, 0.0)
         self._unread: dict[int, Launch] = {}
         self.launches: list[Launch] = []
 
-    @property
-    def in_flight(self) -> int:
-        return self.cycle.in_flight
-
     def launch(self, key: Key, message: Message) -> int:
         began = time.perf_counter()
         with self._watched(key):
-            ticket = self.cycle.launch(key, message)
+            ticket = super().launch(key, message)
         launched = ready = time.perf_counter()
         start, busy = self._program
         if self._wait:
@@ -179,7 +176,7 @@ class Recorder:
     def read(self, ticket: int) -> RingEntry:
         one = self._unread.pop(ticket)
         one.read_began = time.perf_counter()
-        entry = self.cycle.read(ticket)
+        entry = super().read(ticket)
         one.read = time.perf_counter()
         return entry
 

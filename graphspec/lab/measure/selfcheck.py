@@ -14,10 +14,11 @@ from ...api.diff import comparable, diff, difference
 from ...api.llm import LLM
 from ...config.command_options import LaunchConfig
 from ...engine.device import resolve_device
+from ...engine.launcher import Forwarding
 from ...engine.request import measured_params
 from ...facts import read_model_facts
 from ...facts.folders import model_folder
-from ...graphs.cycle import Cycle, RingEntry
+from ...graphs.cycle import Cycle
 from ...graphs.programs import Key
 from ...graphs.stages.mailbox import Message
 from ...plan.runtime import resolve_runtime
@@ -68,7 +69,7 @@ def _captured_against_direct(config: LaunchConfig, prompt: list[int], tokens: in
     return {"equal": True, "sentence": f"captured against direct: every slot equal to the bit in {comparing.launches} launches"}
 
 
-class ComparingReplay:
+class ComparingReplay(Forwarding):
     """A launcher that runs every captured program twice before it launches it: directly and as a replay, from the same state.
 
     Attributes:
@@ -76,29 +77,21 @@ class ComparingReplay:
     """
 
     def __init__(self, cycle: Cycle) -> None:
-        self.cycle = cycle
+        super().__init__(cycle)
         self.launches = 0
         self.difference = ""
-
-    @property
-    def in_flight(self) -> int:
-        return self.cycle.in_flight
-
-    def read(self, ticket: int) -> RingEntry:
-        return self.cycle.read(ticket)
 
     def launch(self, key: Key, message: Message) -> int:
         if self.cycle.programs[key].replay is not None and not self.difference:
             self._compare(key, message)
-        return self.cycle.launch(key, message)
+        return super().launch(key, message)
 
     def _compare(self, key: Key, message: Message) -> None:
         program, arena = self.cycle.programs[key], self.cycle.arena
         assert program.replay is not None
         self.cycle.ready(key, message)
         before = arena.snapshot()
-        mail = torch.zeros(self.cycle.layout.size, dtype=torch.int64)
-        self.cycle.layout.encode(message, mail)
+        mail = self.mail(message)
         names = sorted({name for stage in program.stages for name in stage.writes})
         found = []
         with torch.no_grad():

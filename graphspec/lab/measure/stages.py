@@ -118,8 +118,7 @@ class Probe(Recorder):
         arena = self.cycle.arena
         self.cycle.ready(self._key, message)
         before = arena.snapshot(("mail", "state", "ring"))
-        mail = torch.zeros(self.cycle.layout.size, dtype=torch.int64)
-        self.cycle.layout.encode(message, mail)
+        mail = self.mail(message)
 
         def rewind() -> None:
             arena.restore(before)

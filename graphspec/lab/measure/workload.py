@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
+from typing import Any
 
 from ...config.command_options import CLOSED, LaunchConfig, WorkloadConfig
 from ...config.paths import read_json, read_text
@@ -64,6 +65,20 @@ class Workload:
     def input_tokens(self) -> float:
         """Mean prompt length."""
         return sum(len(request.prompt) for request in self.requests) / len(self.requests)
+
+
+def describe_outsider(config: LaunchConfig, workload: Workload, label: str, why: str, **more: Any) -> dict[str, Any]:
+    """What a side that is no engine of this package says of itself; ``why`` it has no figures of cycles. ``more`` adds to it."""
+    absent = ("acceptance_length", "drafted_per_second", "accepted_per_second", "stages", "cycle_ms", "host_us", "nodes", "gap_ms")
+    return {
+        "label": label,
+        **dict.fromkeys(("variant", "shape", "runtime", "attention", "dtype", "device")),
+        "digest": workload.digest,
+        "input_tokens": workload.input_tokens,
+        "temperature": config.sampling.stated_temperature,
+        "not_measured": dict.fromkeys(absent, why),
+        **more,
+    }
 
 
 def make_workload(config: LaunchConfig, encode: Callable[[str], list[int]], vocab_size: int) -> Workload:

@@ -6,6 +6,7 @@ another without gaps, and the host adds ``Efficiency.host_ms``. These are assump
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -220,15 +221,11 @@ def free_width(model: FloorModel, batch: int, context: int, hardware: Hardware, 
     """
 
     def verify(nodes: int) -> float:
-        cost = model.stages(CycleShape(0, 1, 1) if nodes == 1 else CycleShape(nodes - 1, 1, nodes), batch, context)[-1]
+        cost = model.stages(PLAIN if nodes == 1 else CycleShape(nodes - 1, 1, nodes), batch, context)[-1]
         return cost.floor_ms(hardware) if timing is None else timing.milliseconds(cost, hardware)
 
-    least = verify(1)
-    low, high = 1, MAX_WINDOW
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if verify(middle) <= (1 + slack) * least else (low, middle - 1)
-    return low
+    most = (1 + slack) * verify(1)
+    return 1 + bisect_left(range(2, MAX_WINDOW + 1), True, key=lambda nodes: verify(nodes) > most)
 
 
 def crossover(
@@ -254,8 +251,5 @@ def crossover(
     low = max((batch for batch in tried if pays(batch)), default=0)
     if low == largest:
         return None
-    batch = next(batch for batch in tried if batch > low)
-    while batch - low > 1:
-        middle = (low + batch) // 2
-        low, batch = (middle, batch) if pays(middle) else (low, middle)
-    return batch
+    high = next(batch for batch in tried if batch > low)
+    return low + 1 + bisect_left(range(low + 1, high), True, key=lambda batch: not pays(batch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -169,14 +170,7 @@ def capacity(
 
 def _largest(holds: Callable[[int], bool], limit: int) -> int:
     """The largest number up to ``limit`` for which ``holds``, which fails for every number above one that fails; 0: it never holds."""
-    low, high = 0, 1
-    while high <= limit and holds(high):
-        low, high = high, high * 2
-    high = min(high, limit + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+    return bisect_left(range(1, limit + 1), True, key=lambda number: not holds(number))
 
 
 def _plan(

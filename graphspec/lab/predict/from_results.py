@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -141,14 +142,8 @@ def acceptance_of(measured: Measured, usual: float) -> Acceptance | None:
 
 def _best_of(share: float, siblings: int, sibling: float) -> float:
     """The share of the best of ``siblings`` siblings, one of which is right in ``share`` of the cases; by bisection."""
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        if sum(Acceptance((middle,), sibling=sibling).ranked(1, siblings)) < share:
-            low = middle
-        else:
-            high = middle
-    return low
+    steps = 2**50
+    return bisect_left(range(steps), share, key=lambda step: sum(Acceptance((step / steps,), sibling=sibling).ranked(1, siblings))) / steps
 
 
 def context_of(side: SideRecord) -> int:

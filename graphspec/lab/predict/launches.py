@@ -7,6 +7,7 @@ their neighbours. ``tests/lab/test_latency.py`` compares that rule with the code
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
@@ -67,10 +68,7 @@ class Step:
     @property
     def programs(self) -> int:
         """All of the grid."""
-        count = 1
-        for extent in self.grid:
-            count *= extent
-        return count
+        return math.prod(self.grid)
 
     @classmethod
     def of(cls, stage: str, launch: Launch) -> Step:

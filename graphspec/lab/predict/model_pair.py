@@ -17,6 +17,7 @@ from ...errors import CheckpointError, ConfigError
 from ...facts import DraftFacts, ModelFacts, read_model_facts
 from ...facts.hub import checkpoint_folder, is_hub_id
 from ...facts.keys import read_config
+from ..floor import has_tensors
 
 SHAPES = Path(str(files("graphspec"))) / "lab" / "predict" / "models"
 """Folder of the ``config.json`` files of published models, without weights."""
@@ -125,9 +126,8 @@ def _draft_folder(folder: Path, model_path: str, config: VariantConfig, variant:
 def _read_draft(pair: ModelPair, folder: Path, variant: Variant) -> None:
     """Read a draft as the engine does where its folder has tensors, else from its config."""
     pair.described = "in the target's own checkpoint" if folder == pair.folder else str(folder)
-    tensors = any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json"))
     with _plain_config(folder) as (plain, quantised):
-        if tensors and not quantised:
+        if has_tensors(folder) and not quantised:
             pair.draft, pair.from_config = load_object(variant.facts)(folder, pair.target), False
             return
         if quantised and folder != pair.folder:

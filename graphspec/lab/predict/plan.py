@@ -8,7 +8,8 @@ Of the shapes within :data:`CLOSE` of the fastest, the one with the fewest nodes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -150,17 +151,11 @@ class Advice:
             "draft": self.pair.described,
             "dtype": self.dtype,
             "parameters": {"target": self.model.target_weights.number, "draft": self.model.draft_own.number if self.model.draft_own else 0},
-            "hardware": {
-                "name": self.hardware.name,
-                "bandwidth": self.hardware.bandwidth,
-                "flops": self.hardware.flops,
-                "memory": self.hardware.memory,
-                "source": self.hardware.source,
-            },
+            "hardware": asdict(self.hardware),
             "acceptance": {"shares": list(self.acceptance.shares), "sibling": self.acceptance.sibling, "source": self.acceptance.source},
             "efficiency": self.efficiency.record() | {"source": self.efficiency.source},
             "memory": self.capacity.document(),
-            "shortfall": self.shortfall.document() if self.shortfall is not None else None,
+            "shortfall": asdict(self.shortfall) if self.shortfall is not None else None,
             "ranks": [price.document() for price in self.ranks],
             "plans": [self._record(row) for row in self.rows],
             "configured": [
@@ -176,7 +171,7 @@ class Advice:
             "crossover": self.crossover,
             "launches": [estimate.record() for estimate in self.launches],
             "predictions": self.predictions,
-            "error": {"median": sorted(errors)[len(errors) // 2], "largest": max(errors), "cycles": len(errors)} if errors else None,
+            "error": {"median": median(errors), "largest": max(errors), "cycles": len(errors)} if errors else None,
             "notes": self.notes,
         }
 
@@ -225,10 +220,15 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
         notes.append(f"memory, floors and times are those of one of {size} ranks, without the sums between them")
     if chosen is not None:
         notes.append(f"the draft on {size} ranks: {chosen}")
-    passes = _pass_times(config, variant, pair, model, say) if options.measure and device == "cpu" else None
-    if isinstance(passes, str):
-        notes.append(f"passes were not timed: {passes}")
-        passes = None
+    passes: PassTimes | None = None
+    if options.measure and device == "cpu":
+        from .calibration import pass_times
+
+        found = pass_times(config, variant, pair, model, say)
+        if isinstance(found, PassTimes):
+            passes = found
+        else:
+            notes.append(f"passes were not timed: {found}")
     hardware = resolve_hardware(config, device, dtype, here, passes, working_set=model.working_set(PLAIN, 1, context))
     acceptance = resolve_acceptance(config, variant, measured)
     efficiency: Timing = passes or (calibrate(model, here, timed(here), hardware) if here is not None else None) or Efficiency()
@@ -281,12 +281,6 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
         ranks=prices,
         notes=notes,
     )
-
-
-def _pass_times(config: LaunchConfig, variant: Variant, pair: ModelPair, model: FloorModel, say: Say) -> PassTimes | str:
-    from .calibration import pass_times
-
-    return pass_times(config, variant, pair, model, say)
 
 
 def _launches(

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...config.compose import load_config
 from ...config.schema import VariantConfig
@@ -46,11 +46,6 @@ class Shortfall:
     def sentence(self) -> str:
         """The first line of the answer."""
         return f"Does not fit: one row of {self.context} tokens needs {spell_bytes(self.needed)}, {spell_bytes(self.allowed)} may be used."
-
-    def document(self) -> dict[str, Any]:
-        """For ``format=json``."""
-        alternatives = [{"what": each.what, "command": each.command} for each in self.alternatives]
-        return {"needed": self.needed, "allowed": self.allowed, "context": self.context, "alternatives": alternatives}
 
 
 def find_shortfall(

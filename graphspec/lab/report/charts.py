@@ -16,8 +16,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from ..measure.results import SideRecord
-from .numbers import plural
-from .tables import Table
+from .tables import Table, plural
 
 SUBJECT_COLOURS = ("var(--accent)", "var(--c2)", "var(--c3)", "var(--c4)", "var(--c5)", "var(--c6)")
 BASELINE_COLOURS = ("var(--g1)", "var(--g2)")

@@ -29,8 +29,7 @@ from .charts import (
     shown_note,
     titled,
 )
-from .numbers import DASH, spell, spell_tick
-from .tables import Table
+from .tables import DASH, Table, spell, spell_tick
 
 STAGE_COLOURS = tuple(f"var(--s{index})" for index in range(1, 9))
 BURST_COLOURS = tuple(f"var(--b{index})" for index in range(1, 7))

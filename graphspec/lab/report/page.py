@@ -24,7 +24,7 @@ from ...config.paths import check_writable, make_folder, unwritable
 from ...errors import ConfigError
 from ..measure.results import LATENCIES, Line, Results, SideRecord, model, read_results, unique
 from . import tables
-from .numbers import TIMES, plural, spell
+from .tables import TIMES, plural, spell
 
 if TYPE_CHECKING:
     from .charts import Chart

@@ -31,8 +31,7 @@ from .charts import (
     shown_note,
     titled,
 )
-from .numbers import DASH, TIMES, plural, spell, spell_tick
-from .tables import Table
+from .tables import DASH, TIMES, Table, plural, spell, spell_tick
 
 LOG_FROM = 8.0
 """Values that span more than this factor are drawn on a logarithmic axis."""

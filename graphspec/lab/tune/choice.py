@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean
 
 BACKLOGS = (32, 64, 128)
 CATCH_UP_SHARE = 0.005
@@ -84,11 +84,6 @@ def choose(outcomes: Sequence[Outcome], *, adapts: bool = True) -> Choice:
     shape, score = (order[0], scores[order[0]]) if pays else (None, 1.0)
     in_order = [{shape: found[shape] for shape in order} for found in (scores, ratios)]
     return Choice(shape, score, in_order[0], in_order[1], fastest)
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """The geometric mean of numbers above 0."""
-    return math.exp(sum(math.log(value) for value in values) / len(values))
 
 
 def shallower_depths(steps: int) -> list[int]:

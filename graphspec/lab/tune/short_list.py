@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -163,15 +164,8 @@ def pick(given: dict[CycleShape, str], ratios: dict[CycleShape, dict[int, float]
         ratios: shape to batch to predicted ratio to plain decoding, with those of ``given``.
         count: number of shapes, unless more are given.
     """
-
-    def mean(shape: CycleShape) -> float:
-        product = 1.0
-        for ratio in ratios[shape].values():
-            product *= ratio
-        return product
-
     best: dict[tuple[int, bool], CycleShape] = {}
-    for shape in sorted(ratios, key=lambda shape: (-mean(shape), shape.num_draft_tokens, shape)):
+    for shape in sorted(ratios, key=lambda shape: (-math.prod(ratios[shape].values()), shape.num_draft_tokens, shape)):
         best.setdefault((shape.num_steps, shape.is_chain), shape)
     taken = {shape: Prospect(shape, why, ratios[shape]) for shape, why in given.items()}
     left = [shape for shape in best.values() if shape not in taken]
@@ -181,14 +175,10 @@ def pick(given: dict[CycleShape, str], ratios: dict[CycleShape, dict[int, float]
         turn, place = divmod(len(taken) - len(given), len(batches))
         batch = batches[place]
         others = [shape for shape in left if turn % 2 and shape.is_chain != last[batch].is_chain]
-        shape = last[batch] = _fastest(others or left, ratios, batch)
+        shape = last[batch] = max(others or left, key=lambda shape: (ratios[shape][batch], -shape.num_draft_tokens))
         left.remove(shape)
         taken[shape] = Prospect(shape, f"predicted at batch {batch}", ratios[shape])
     return list(taken.values())
-
-
-def _fastest(shapes: Iterable[CycleShape], ratios: Mapping[CycleShape, Mapping[int, float]], batch: int) -> CycleShape:
-    return max(shapes, key=lambda shape: (ratios[shape][batch], -shape.num_draft_tokens))
 
 
 def _runs(config: LaunchConfig, shape: CycleShape, target: ModelFacts, draft: DraftFacts | None, device: str) -> bool:
