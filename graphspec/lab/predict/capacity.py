@@ -170,7 +170,9 @@ def capacity(
 
 def _largest(holds: Callable[[int], bool], limit: int) -> int:
     """The largest number up to ``limit`` for which ``holds``, which fails for every number above one that fails; 0: it never holds."""
-    return bisect_left(range(1, limit + 1), True, key=lambda number: not holds(number))
+    # Powers of two first: an engine far larger than fits can't even be planned.
+    high = next((2**power for power in range(limit.bit_length()) if not holds(2**power)), limit + 1)
+    return high // 2 + bisect_left(range(high // 2 + 1, high), True, key=lambda number: not holds(number))
 
 
 def _plan(
