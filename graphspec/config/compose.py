@@ -78,11 +78,7 @@ def load_config(*overrides: str) -> LaunchConfig:
 
 
 def to_launch_config(composed: DictConfig, prompts: Sequence[str] = ()) -> LaunchConfig:
-    """The typed object of a composed config; every ``__post_init__`` check runs here.
-
-    Raises:
-        ConfigError: a value out of range.
-    """
+    """The typed object of a composed config; every ``__post_init__`` check runs here."""
     refuse_interpolations(composed)
     try:
         config = OmegaConf.to_object(composed)
@@ -97,11 +93,7 @@ def to_launch_config(composed: DictConfig, prompts: Sequence[str] = ()) -> Launc
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Refuse interpolations in arguments; :func:`refuse_interpolations` does it for files.
-
-    Raises:
-        ConfigError: ``${...}`` in an override; names its key.
-    """
+    """Refuse interpolations in arguments; :func:`refuse_interpolations` does it for files."""
     for word in words:
         key, _, value = word.partition("=")
         if "${" in word:
@@ -109,11 +101,7 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def refuse_interpolations(composed: DictConfig) -> None:
-    """Refuse interpolations in files: a value is what was written, never looked up in other keys or the environment.
-
-    Raises:
-        ConfigError: ``${...}`` in a value; names its key.
-    """
+    """Refuse interpolations in files: a value is what was written, never looked up in other keys or the environment."""
 
     def search(key: str, value: object) -> None:
         if isinstance(value, str) and "${" in value:
@@ -131,9 +119,6 @@ def check_flag(key: str, value: object) -> None:
     Args:
         key: of the configuration; empty: its root.
         value: what it is set to; a mapping holds keys below it.
-
-    Raises:
-        ConfigError: neither true nor false for such a key.
     """
     parent, _, leaf = key.rpartition(".")
     schema = _schema_of(parent)
@@ -144,11 +129,7 @@ def check_flag(key: str, value: object) -> None:
 
 
 def sort_words(words: Sequence[str]) -> list[str]:
-    """Overrides first, then Hydra's flags with their values, since Hydra accepts overrides in one place only.
-
-    Raises:
-        ConfigError: a flag that Hydra does not have, which it would end the process for, or a word that is no override.
-    """
+    """Overrides first, then Hydra's flags with their values, since Hydra accepts overrides in one place only."""
 
     def refuse(message: str) -> NoReturn:
         flag = re.search(r"--([\w-]+)", message)
@@ -166,22 +147,14 @@ def sort_words(words: Sequence[str]) -> list[str]:
 
 
 def refuse_bare_words(overrides: Sequence[str]) -> None:
-    """Refuse words that set nothing, such as a prompt without ``prompt=``.
-
-    Raises:
-        ConfigError: a word without ``=``.
-    """
+    """Refuse words that set nothing, such as a prompt without ``prompt=``."""
     for word in overrides:
         if "=" not in word and not word.startswith("~"):
             raise ConfigError("arguments", "overrides such as sampling.max_tokens=64", repr(cut(word)), "a prompt is prompt=TEXT")
 
 
 def split_prompts(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Take ``prompt=`` out of Hydra's arguments, since its grammar interprets brackets, commas, quotes and dollars.
-
-    Raises:
-        ConfigError: text in brackets that is not a JSON list of strings, or more than one ``prompt=``.
-    """
+    """Take ``prompt=`` out of Hydra's arguments, since its grammar interprets brackets, commas, quotes and dollars."""
     given = [word.removeprefix("prompt=") for word in words if word.startswith("prompt=")]
     rest = [word for word in words if not word.startswith("prompt=")]
     if len(given) > 1:
@@ -201,11 +174,7 @@ def split_prompts(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def take_experiment_file(words: Sequence[str]) -> list[str]:
-    """``experiment=FILE.yaml`` becomes a choice of the group, so that an experiment may lie anywhere; ``graphspec tune`` writes such files.
-
-    Raises:
-        ConfigError: the file can't be read, or is no YAML mapping.
-    """
+    """``experiment=FILE.yaml`` becomes a choice of the group, so that an experiment may lie anywhere; ``graphspec tune`` writes such files."""
     taken = []
     for word in words:
         name = word.removeprefix("experiment=")

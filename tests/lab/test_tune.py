@@ -21,6 +21,7 @@ from graphspec.engine.depth import AdaptiveDepth
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import ConfigError, ResourceError
 from graphspec.lab.measure import compare
+from graphspec.lab.measure.worker import Worker
 from graphspec.lab.tune import command, tune
 from graphspec.lab.tune.choice import (
     Outcome,
@@ -35,7 +36,6 @@ from graphspec.lab.tune.choice import (
 from graphspec.lab.tune.experiment import experiment_text, write_experiment
 from graphspec.lab.tune.short_list import Candidates, pick
 from graphspec.lab.tune.tables import caution, table
-from graphspec.lab.tune.worker import TuneWorker
 from graphspec.shapes import CycleShape
 from tests.support.engines import MIRROR_VOCAB, Pair, ids, mirror_pair, prompts
 
@@ -265,8 +265,8 @@ class Local:
     spoils_changing_depths = False
     core_wait = 0.01
 
-    def __init__(self, name: str, timeout: float, say: object = None, module: str = "") -> None:
-        self.worker, self.about = TuneWorker(), {}
+    def __init__(self, name: str, timeout: float, say: object = None) -> None:
+        self.worker, self.about = Worker(), {}
 
     def __enter__(self) -> Self:
         return self

@@ -35,11 +35,7 @@ BEYOND = (
 
 
 def split_url(url: str) -> SplitResult:
-    """The parts of a server's address.
-
-    Raises:
-        ConfigError: no http or https address of a host.
-    """
+    """The parts of a server's address."""
     try:
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0) and url.isascii():
@@ -68,11 +64,7 @@ class Server:
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
     def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
-        """Send one request on a new connection; reading the response to its end closes the connection.
-
-        Raises:
-            ResourceError: no response, or a status other than 200; the message quotes the server.
-        """
+        """Send one request on a new connection; reading the response to its end closes the connection."""
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=self.timeout)
         try:
@@ -97,11 +89,7 @@ class Server:
         return name
 
     def events(self, body: dict[str, Any]) -> Iterator[tuple[float, dict[str, Any]]]:
-        """Stream a completion: ``(seconds, event)`` as they arrive, to the end.
-
-        Raises:
-            ResourceError: the server reports an error, sends something other than events, or the stream breaks off.
-        """
+        """Stream a completion: ``(seconds, event)`` as they arrive, to the end."""
         with self.request("POST", "/completions", body) as response:
             try:
                 while line := response.readline():

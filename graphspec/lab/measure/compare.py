@@ -116,7 +116,7 @@ class Bench:
         """``equal`` and ``sentence``: whether the side's runtime equals its stages."""
         with WorkerProcess(side.role, self.options.timeout_seconds, self.say) as worker:
             self.say("check of the runtime")
-            found: dict[str, Any] = worker.ask("check", config=side.config)
+            found: dict[str, Any] = worker.ask("call", function="graphspec.lab.measure.selfcheck:check_runtime", config=side.config)
         return found
 
     def _prepare(self, worker: WorkerProcess, side: SideConfig) -> Measured:

@@ -98,11 +98,7 @@ class EngineSide:
         return self.llm.generate_through(launcher, self.prompts, self.params)
 
     def round(self) -> dict[str, Any]:
-        """See :class:`graphspec.lab.measure.worker.Runner`.
-
-        Raises:
-            ResourceError: a request was refused or failed; figures of an incomplete run are meaningless.
-        """
+        """See :class:`graphspec.lab.measure.worker.Runner`."""
         if self.workload.arrivals is not None:
             return self._open_round(self.workload.arrivals)
         began = time.perf_counter()

@@ -58,11 +58,7 @@ def arrivals(workload: WorkloadConfig) -> list[float]:
 
 
 def read_trace(workload: WorkloadConfig) -> list[TraceLine]:
-    """The first ``workload.requests`` lines of ``workload.trace``, in order of arrival.
-
-    Raises:
-        ConfigError: no file, one that can't be read or holds nothing, or a line that is no such object; names it.
-    """
+    """The first ``workload.requests`` lines of ``workload.trace``, in order of arrival."""
     assert workload.trace is not None
     lines = read_text("workload.trace", workload.trace).split("\n")
     found = [_trace_line(f"{workload.trace}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]

@@ -32,14 +32,12 @@ class WorkerProcess:
         module: that the process runs.
     """
 
-    def __init__(
-        self, name: str, timeout: float, say: Callable[[str], None] = lambda text: None, module: str = "graphspec.lab.measure.worker"
-    ) -> None:
+    def __init__(self, name: str, timeout: float, say: Callable[[str], None] = lambda text: None) -> None:
         self.name, self.timeout, self.say = name, timeout, say
         self._complaints: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - lives as long as the worker
         self._connection, theirs = Pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno())],
+            [sys.executable, "-m", "graphspec.lab.measure.worker", str(theirs.fileno())],
             stdin=subprocess.DEVNULL, stdout=self._complaints, stderr=self._complaints, pass_fds=[theirs.fileno()],
         )  # fmt: skip
         theirs.close()

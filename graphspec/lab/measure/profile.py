@@ -111,11 +111,7 @@ def case_name(config: LaunchConfig, subject: Measured) -> str:
 
 
 def _writable(name: str | None) -> Path | None:
-    """The path of the trace, checked before anything is measured.
-
-    Raises:
-        ConfigError: its folder doesn't exist or can't be written.
-    """
+    """The path of the trace, checked before anything is measured."""
     if name is None:
         return None
     path = check_writable("profile.trace", name)

@@ -68,11 +68,7 @@ def for_workload(config: LaunchConfig) -> LaunchConfig:
 
 
 def sides_of(config: LaunchConfig) -> list[SideConfig]:
-    """The configured engine, then those of ``baseline``; an engine that decodes plainly is its own plain baseline.
-
-    Raises:
-        ConfigError: a baseline that can't serve this workload.
-    """
+    """The configured engine, then those of ``baseline``; an engine that decodes plainly is its own plain baseline."""
     sides = [SideConfig(SUBJECT, config)]
     for role in config.baseline:
         if role in ONE_ROW and config.workload.batch > 1:

@@ -132,11 +132,7 @@ class Probe(Recorder):
 
 
 def kernel_timeline(program: Callable[[], None], rewind: Callable[[], None], replays: int = PROFILED_REPLAYS) -> dict[str, Any]:
-    """The kernels of one call of ``program``, from torch's profiler; see :func:`summarise_kernels`.
-
-    Raises:
-        ResourceError: the profiler recorded no kernel, for example because the process may not use CUPTI.
-    """
+    """The kernels of one call of ``program``, from torch's profiler; see :func:`summarise_kernels`."""
     from torch.profiler import ProfilerActivity, profile
 
     calls = []

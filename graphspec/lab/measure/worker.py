@@ -9,7 +9,7 @@ command          with                                                           
 ``profile``      ``bandwidth`` of this machine; null: measure it                   times inside the cycle; sides of our own only
 ``trace``                                                                          Chrome trace events; sides of our own only
 ``generations``  ``count``                                                         recorded generations; sides of our own only
-``check``        ``config``                                                        whether the runtime equals its stages
+``call``         ``function`` (``module:name``), and its values                    what it returns; needs no ``prepare``
 ``depth_times``                                                                    ``[bucket, depth, seconds]`` rows; adaptive engines only
 ===============  ================================================================  ====================================================
 
@@ -27,6 +27,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
+from ...config.catalog import load_object
 from ...config.command_options import LaunchConfig
 from ...errors import GraphspecError
 from ...host.core_wait import CoreWait
@@ -60,11 +61,7 @@ class Worker:
         self.progress = progress
 
     def answer(self, do: str, **values: Any) -> Any:
-        """Execute one command.
-
-        Raises:
-            GraphspecError: the side can't do that.
-        """
+        """Execute one command."""
         method = getattr(self.runner, do) if do in OF_RUNNER else getattr(self, f"do_{do}", None)
         if method is None:
             raise GraphspecError("do", "a command of this worker", repr(do))
@@ -87,10 +84,8 @@ class Worker:
         result: dict[str, Any] = self.runner.round()
         return result | {"core_wait": watch.share()}
 
-    def do_check(self, config: LaunchConfig) -> dict[str, Any]:
-        from .selfcheck import check_runtime
-
-        return check_runtime(config)
+    def do_call(self, function: str, **values: Any) -> Any:
+        return load_object(function)(**values)
 
 
 def make_runner(role: str, config: LaunchConfig, like: dict[str, str] | None, progress: Progress | None = None) -> Runner:
@@ -116,10 +111,10 @@ def make_runner(role: str, config: LaunchConfig, like: dict[str, str] | None, pr
     return EngineSide(config, progress)
 
 
-def main(kind: type[Worker] = Worker) -> None:
+def main() -> None:
     """Execute commands until the controlling process has left; the connection's number is the first argument."""
     connection = Connection(int(sys.argv[1]))
-    worker = kind(lambda *progress: connection.send({"progress": progress}))
+    worker = Worker(lambda *progress: connection.send({"progress": progress}))
     for do, values in _questions(connection):
         try:
             answer: dict[str, Any] = {"ok": worker.answer(do, **values)}

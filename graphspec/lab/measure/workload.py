@@ -86,9 +86,6 @@ def make_workload(config: LaunchConfig, encode: Callable[[str], list[int]], voca
 
     Args:
         vocab_size: of the target; random prompts draw from its ids.
-
-    Raises:
-        ConfigError: a file that can't be read or holds no prompt, or a prompt that is empty.
     """
     workload = config.workload
     if workload.trace is not None:
@@ -152,11 +149,7 @@ def held_out_texts() -> list[str]:
 
 
 def file_texts(workload: WorkloadConfig) -> list[str]:
-    """The prompts of ``workload.file``: the whole file as one, or, in a ``.jsonl`` file, a string or an object with ``prompt`` per line.
-
-    Raises:
-        ConfigError: no file, an unreadable one, or a line that is neither a string nor such an object.
-    """
+    """The prompts of ``workload.file``: the whole file as one, or, in a ``.jsonl`` file, a string or an object with ``prompt`` per line."""
     if workload.file is None:
         raise ConfigError("workload.file", "the path of a file with workload.source=file", None)
     text = read_text("workload.file", workload.file)

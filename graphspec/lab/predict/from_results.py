@@ -16,7 +16,7 @@ from ...shapes import PLAIN, CycleShape
 from ..floor import FloorModel, Hardware
 from ..measure.results import SideRecord, read_results
 from .acceptance import Acceptance, conditional, fit_sibling
-from .advice import Efficiency, Timing, predict
+from .advice import Efficiency, Outlook, Timing
 from .passes import PassTimes
 
 KEY = "plan.measured"
@@ -62,9 +62,6 @@ def read_measured(file: str, variant: Variant, temperature: float) -> Measured:
     Args:
         file: ``plan.measured``.
         variant: whose sides are read; those of plain decoding are read too.
-
-    Raises:
-        ConfigError: nothing there, a broken line, or no side of this engine.
     """
     if not user_path(KEY, file).exists():
         raise ConfigError(KEY, "a file that graphspec profile wrote", f"no file {brief(file, LONG)}")
@@ -166,7 +163,7 @@ def calibrate(model: FloorModel, measured: Measured, sides: Iterable[int], hardw
     others: list[float] = []
     for i in sides:
         side = measured.sides[i]
-        prediction = predict(model, measured.shapes[i], side.batch, context_of(side), hardware, Efficiency(1.0))
+        prediction = Outlook(model, context_of(side), hardware, Efficiency(1.0)).predict(measured.shapes[i], side.batch)
         times, cycle = stage_times(side), side.number("cycle_ms", "median")
         if not cycle or not all(times.get(stage.name) for stage in prediction.stages):
             continue
@@ -230,7 +227,7 @@ def predictions(
         side, shape = measured.sides[i], measured.shapes[i]
         others = [j for j in timed(measured) if (measured.shapes[j], measured.sides[j].batch) != (shape, side.batch)]
         efficiency: Timing = passes or calibrate(model, measured, others, hardware) or default
-        prediction = predict(model, shape, side.batch, context_of(side), hardware, efficiency)
+        prediction = Outlook(model, context_of(side), hardware, efficiency).predict(shape, side.batch)
         cycle = side.number("cycle_ms", "median")
         assert cycle is not None
         times = stage_times(side)

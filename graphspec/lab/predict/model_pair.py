@@ -49,11 +49,7 @@ def shape_names() -> list[str]:
 
 
 def config_folder(path: str, revision: str | None = None) -> Path:
-    """Folder of a config: the user's own, the demo model's, one of :func:`shape_names`, or of a model of the Hub, without its weights.
-
-    Raises:
-        ConfigError: there is no such folder and no such name.
-    """
+    """Folder of a config: the user's own, the demo model's, one of :func:`shape_names`, or of a model of the Hub, without its weights."""
     from ...facts.folders import SHIPPED, model_folder
 
     if path in SHIPPED:
@@ -144,11 +140,7 @@ def _read_draft(pair: ModelPair, folder: Path, variant: Variant) -> None:
 
 
 def _assume_draft(pair: ModelPair, variant: Variant) -> None:
-    """Assume a draft of the kind that is usually trained for such a target.
-
-    Raises:
-        ConfigError: the variant has none.
-    """
+    """Assume a draft of the kind that is usually trained for such a target."""
     if not variant.assumed or variant.draft_in_target:
         expected = f"a folder with the config.json of a draft: the draft of variant {variant.name} can't be guessed"
         raise ConfigError("variant.draft", expected, "no value")

@@ -11,7 +11,7 @@ fitted to the few cycles that were timed whole; no term is negative. Passes are 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,13 +38,6 @@ class Curve:
         found = [_between(self.rows, [times[place] for times in self.times], rows) for place in range(len(self.contexts))]
         return max(_between(self.contexts, found, context), min(found))
 
-    def least(self, curves: Sequence[Curve]) -> Curve:
-        """The same points, each with its smallest time over some measurements: disturbances only make a measurement longer."""
-        return replace(
-            self,
-            times=tuple(tuple(min(times) for times in zip(*rows, strict=True)) for rows in zip(*(c.times for c in curves), strict=True)),
-        )
-
 
 def _between(places: Sequence[int], values: Sequence[float], place: int) -> float:
     """The value at ``place``, interpolated linearly; constant before the first of ``places``, extrapolated after the last."""
@@ -63,10 +56,6 @@ class TimedCycle:
     batch: int
     context: int
     ms: float
-
-    def least(self, cycles: Sequence[TimedCycle]) -> TimedCycle:
-        """The same cycle with its smallest time over some measurements."""
-        return replace(self, ms=min(cycle.ms for cycle in cycles))
 
 
 @dataclass(frozen=True, slots=True)

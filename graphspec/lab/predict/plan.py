@@ -22,20 +22,7 @@ from ...shapes import PLAIN, CycleShape
 from ..floor import FloorModel, Hardware
 from ..measure.machine import copy_bandwidth, matmul_rate
 from .acceptance import Acceptance, usual_sibling
-from .advice import (
-    LARGEST_BATCH,
-    Efficiency,
-    Prediction,
-    Ranked,
-    StagePrediction,
-    Timing,
-    candidate_shapes,
-    crossover,
-    free_width,
-    predict,
-    rank_lengths,
-    rank_shapes,
-)
+from .advice import LARGEST_BATCH, Efficiency, Outlook, Ranked, StagePrediction, Timing, candidate_shapes
 from .capacity import Capacity, capacity, packs_weights
 from .from_results import Measured, acceptance_of, calibrate, predictions, read_measured, timed
 from .latency import DEVICES, CycleEstimate, estimate_cycle
@@ -47,8 +34,6 @@ from .shortfall import Shortfall, find_shortfall
 
 if TYPE_CHECKING:
     from ...config.command_options import LaunchConfig
-
-__all__ = ["Advice", "Prediction", "Ranked", "advise", "predict", "rank_shapes"]
 
 Say = Callable[[str], None]
 
@@ -63,7 +48,7 @@ class Row:
 
     Attributes:
         best: the recommended shape; plain decoding if nothing is faster.
-        free: nodes per row that verification processes at no extra cost (:func:`.advice.free_width`).
+        free: nodes per row that verification processes at no extra cost (:meth:`.advice.Outlook.free_width`).
         break_even: tokens per cycle above which ``best`` is faster than plain decoding.
     """
 
@@ -247,11 +232,12 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
     lengths = {shape: acceptance.length(shape) for shape in candidate_shapes(variant, heads, deepest(pair))}
     if configured is not None:
         lengths[configured] = acceptance.length(configured)
+    outlook = Outlook(model, context, hardware, efficiency)
     rows, about_configured = [], []
     for batch in options.batches:
-        rows.append(_row(model, lengths, batch, context, hardware, efficiency))
+        rows.append(_row(outlook, lengths, batch))
         if configured is not None:
-            about_configured += rank_lengths(model, {configured: lengths[configured]}, batch, context, hardware, efficiency)
+            about_configured += outlook.rank({configured: lengths[configured]}, batch)
     widest = configured or max((row.best.shape for row in rows), key=lambda shape: (shape.window_width, shape.num_draft_tokens))
     fitting = capacity(config, pair, model, widest, context, device=device, dtype=dtype, memory=hardware.memory)
     most = fitting.rows or LARGEST_BATCH
@@ -273,7 +259,7 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
         context=context,
         rows=rows,
         configured=about_configured,
-        crossover=crossover(model, lengths, context, hardware, efficiency, most) if lengths else None,
+        crossover=outlook.crossover(lengths, most) if lengths else None,
         capacity=fitting,
         predictions=checked,
         launches=launches,
@@ -294,12 +280,10 @@ def _launches(
     return [estimate_cycle(steps, shape, batch, context, floor_ms, hardware, programmatic=flag) for flag in (False, True)]
 
 
-def _row(model: FloorModel, lengths: Mapping[CycleShape, float], batch: int, context: int, hardware: Hardware, efficiency: Timing) -> Row:
-    [plain] = rank_lengths(model, {PLAIN: 1.0}, batch, context, hardware, efficiency)
-    best = recommend([plain, *rank_lengths(model, lengths, batch, context, hardware, efficiency)])
-    free = free_width(model, batch, context, hardware, timing=efficiency if isinstance(efficiency, PassTimes) else None)
-    break_even = best.prediction.cycle_ms / plain.prediction.cycle_ms
-    return Row(plain, best, free, break_even)
+def _row(outlook: Outlook, lengths: Mapping[CycleShape, float], batch: int) -> Row:
+    [plain] = outlook.rank({PLAIN: 1.0}, batch)
+    best = recommend([plain, *outlook.rank(lengths, batch)])
+    return Row(plain, best, outlook.free_width(batch), best.prediction.cycle_ms / plain.prediction.cycle_ms)
 
 
 def recommend(ranked: Sequence[Ranked]) -> Ranked:

@@ -57,11 +57,7 @@ def run(config: LaunchConfig) -> int:
 
 
 def plotly_script() -> str:
-    """The text of plotly's script.
-
-    Raises:
-        ConfigError: plotly is not installed.
-    """
+    """The text of plotly's script."""
     try:
         file = resources.files("plotly") / "package_data" / PLOTLY
     except ModuleNotFoundError:

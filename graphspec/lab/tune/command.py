@@ -63,11 +63,7 @@ def run(config: LaunchConfig) -> int:
 
 
 def check(config: LaunchConfig) -> list[int]:
-    """Check that the configuration can be tuned; returns the batch sizes.
-
-    Raises:
-        ConfigError: a variant without drafts, a static tree, forced or lossy acceptance.
-    """
+    """Check that the configuration can be tuned; returns the batch sizes."""
     variant = resolve_variant(config.variant.name)
     if not variant.speculates:
         raise ConfigError("variant", "one that drafts: there is nothing to tune without", variant.name)

@@ -15,7 +15,7 @@ from ...facts import DraftFacts, ModelFacts
 from ...plan.plan import make_plan, resolve_shape
 from ...shapes import MAX_WINDOW, PLAIN, CycleShape
 from ..floor import FloorModel
-from ..predict.advice import Efficiency, candidate_shapes, rank_shapes
+from ..predict.advice import Efficiency, Outlook, candidate_shapes
 from ..predict.capacity import packs_weights
 from ..predict.from_results import calibrate, of_rows, read_measured, timed
 from ..predict.model_pair import ModelPair, read_model_pair
@@ -131,14 +131,13 @@ def short_list(config: LaunchConfig, batches: Sequence[int], trial: Sequence[Map
     efficiency = (calibrate(model, here, timed(here), hardware) if here is not None else None) or Efficiency()
     acceptance = resolve_acceptance(config, variant, measured)
 
-    shapes = list(dict.fromkeys([PLAIN, *given, *candidates.possible]))
-    ratios: dict[CycleShape, dict[int, float]] = {shape: {} for shape in shapes}
+    outlook = Outlook(model, context, hardware, efficiency)
+    lengths = {shape: acceptance.length(shape) for shape in (*given, *candidates.possible)}
+    ratios: dict[CycleShape, dict[int, float]] = {shape: {} for shape in lengths}
     for batch in batches:
-        ranked = rank_shapes(model, shapes, acceptance, batch, context, hardware, efficiency)
-        plain = next(entry.tokens_per_second for entry in ranked if entry.shape == PLAIN)
-        for entry in ranked:
+        plain = outlook.predict(PLAIN, batch).tokens_per_second(1.0)
+        for entry in outlook.rank(lengths, batch):
             ratios[entry.shape][batch] = entry.tokens_per_second / plain
-    del ratios[PLAIN]
     windows = [window for window in pair.draft.decoder.sliding_window if window is not None] if pair.draft is not None else []
     return {
         "prospects": [

@@ -53,11 +53,12 @@ def tune(config: LaunchConfig, batches: Sequence[int], say: Say = lambda text: N
     """Measure the short list at every batch size and conclude."""
     plain_runtime = replace(config.runtime, depth_per_bucket={})
     base = replace(config, adaptive=AdaptiveConfig(backlog=config.adaptive.backlog), runtime=plain_runtime)
-    with WorkerProcess("short list", config.profile.timeout_seconds, module="graphspec.lab.tune.worker") as worker:
-        tried = worker.ask("tried", config=base)
+    short_list = "graphspec.lab.tune.short_list"
+    with WorkerProcess("short list", config.profile.timeout_seconds) as worker:
+        tried = worker.ask("call", function=f"{short_list}:tried_shapes", config=base)
         trial = _try(base, [tuple(shape) for shape in tried], batches[0], say) if tried else []
         say("choosing a short list")
-        listed = worker.ask("short_list", config=base, batches=list(batches), trial=trial)
+        listed = worker.ask("call", function=f"{short_list}:short_list", config=base, batches=list(batches), trial=trial)
     tuning = Tuning(listed["prospects"], rows=trial)
     shapes: list[Shape] = [tuple(prospect["shape"]) for prospect in tuning.prospects]
     for batch in batches:
