@@ -174,7 +174,7 @@ def split_prompts(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def take_experiment_file(words: Sequence[str]) -> list[str]:
-    """``experiment=FILE.yaml`` becomes a choice of the group, so that an experiment may lie anywhere; ``graphspec tune`` writes such files."""
+    """``experiment=FILE.yaml`` becomes a choice of the group, so that an experiment may lie anywhere."""
     taken = []
     for word in words:
         name = word.removeprefix("experiment=")

@@ -141,10 +141,9 @@ def test_the_crossover_against_brute_force() -> None:
     hardware, lengths = Hardware(1e9, 6e9), {CHAIN: 2.5, TREE: 2.7}
 
     def pays(batch: int) -> bool:
-        plain = Outlook(MODEL, 10, hardware).predict(PLAIN, batch)
-        return any(
-            Outlook(MODEL, 10, hardware).predict(s, batch).tokens_per_second(n) > plain.tokens_per_second(1.0) for s, n in lengths.items()
-        )
+        outlook = Outlook(MODEL, 10, hardware)
+        plain = outlook.predict(PLAIN, batch).tokens_per_second(1.0)
+        return any(outlook.predict(shape, batch).tokens_per_second(length) > plain for shape, length in lengths.items())
 
     verdicts = [pays(batch) for batch in range(1, 257)]
     first = verdicts.index(False) + 1

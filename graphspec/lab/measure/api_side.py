@@ -15,7 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import ProxyHandler, Request, build_opener
 
 from ...config.command_options import LaunchConfig
 from ...config.schema import SamplingConfig
@@ -34,12 +36,12 @@ BEYOND = (
 """Keys of the ``sampling`` group that are sent only where they have to be; their names are vLLM's."""
 
 
-def split_url(url: str) -> SplitResult:
-    """The parts of a server's address."""
+def check_url(url: str) -> None:
+    """Raise :class:`ConfigError` unless ``url`` is an http or https address of a host."""
     try:
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0) and url.isascii():
-            return parts
+            return
     except ValueError:
         # Brackets that don't close, a port that is no number.
         pass
@@ -50,34 +52,26 @@ class Server:
     """An HTTP server.
 
     Args:
-        url: base address, such as ``http://localhost:8000/v1``.
         timeout: seconds without a byte before a request is given up.
-
-    Raises:
-        ConfigError: ``url`` is no http or https address.
     """
 
     def __init__(self, url: str, key: str | None, timeout: float) -> None:
-        parts = split_url(url)
-        self.url, self.timeout = url, timeout
-        self._secure, self._host, self._port, self._path = parts.scheme == "https", parts.hostname or "", parts.port, parts.path.rstrip("/")
+        check_url(url)
+        self.url, self.timeout = url.rstrip("/"), timeout
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        # No proxy: the time is the server's.
+        self._opener = build_opener(ProxyHandler({}))
 
     def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
         """Send one request on a new connection; reading the response to its end closes the connection."""
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=self.timeout)
+        what, data = f"{method} {self.url}{path}", None if body is None else json.dumps(body).encode()
         try:
-            headers = self._headers | {"Connection": "close"}
-            connection.request(method, self._path + path, None if body is None else json.dumps(body), headers)
-            response = connection.getresponse()
+            found: http.client.HTTPResponse = self._opener.open(Request(self.url + path, data, self._headers), timeout=self.timeout)
+        except HTTPError as error:
+            raise ResourceError(what, "status 200", f"{error.code}: {error.read(600).decode('utf-8', 'replace')}") from error
         except OSError as error:
-            connection.close()
-            raise ResourceError(f"{method} {self.url}{path}", "an answer", str(error) or type(error).__name__) from error
-        if response.status != 200:
-            words = response.read(600).decode("utf-8", "replace")
-            raise ResourceError(f"{method} {self.url}{path}", "status 200", f"{response.status}: {words}")
-        return response
+            raise ResourceError(what, "an answer", str(getattr(error, "reason", error)) or type(error).__name__) from error
+        return found
 
     def first_model(self) -> str:
         """Name of the first model the server lists."""

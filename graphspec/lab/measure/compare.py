@@ -31,12 +31,8 @@ class Measured:
     """A side and its measurements.
 
     Attributes:
-        side: its configuration.
         outputs: per round, tokens and texts of each request.
         core_wait: per round, the share of the time that its threads waited for a core; None if the system does not report it.
-        cycles: times inside its cycles, where requested.
-        generations: recorded generations.
-        verdict: whether its output is correct.
     """
 
     side: SideConfig
@@ -60,7 +56,6 @@ class Bench:
 
     Args:
         options: rounds, warm-up, turns and time limit; generations and trace are recorded of the first side.
-        say: called with lines of progress.
         look_inside: also time the cycles of our sides after the rounds, and record what ``options`` asks for.
     """
 

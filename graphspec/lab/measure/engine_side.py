@@ -31,7 +31,6 @@ class EngineSide:
 
     Args:
         config: of the engine and the workload; the engine holds ``workload.batch`` rows.
-        progress: called as ``progress(phase, done, total)`` during load and compilation.
 
     Raises:
         ResourceError: a request that can't be served; nothing was compiled.

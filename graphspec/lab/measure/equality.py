@@ -46,7 +46,6 @@ def judge(
     """The verdict on one side.
 
     Args:
-        side: its configuration.
         about: its description of itself (:class:`graphspec.lab.measure.worker.Runner`).
         rounds: per round, the tokens and the texts of each request.
         checks: answers to ``check`` (``equal``, ``sentence``) of a synthetic run, which has no right output.

@@ -57,10 +57,6 @@ class Clock:
 class HfSide:
     """One way to call ``generate``.
 
-    Args:
-        role: ``hf``, ``hf_assisted`` or ``hf_lookup``.
-        config: of the run; the target is its ``model``.
-
     Raises:
         ConfigError: a sampling key without an equivalent in transformers, or no assistant.
         CheckpointError: transformers can't load a folder.

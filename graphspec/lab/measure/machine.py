@@ -24,7 +24,6 @@ def measure(
 
     Args:
         block: calls between two events (``cuda``) or two readings of the clock.
-        device: ``cuda`` or ``cpu``.
         seconds: measure at least this long, and at least one block.
         warm_up: seconds before that, at least one block.
 
@@ -66,7 +65,6 @@ def copy_bandwidth(device: str, gib: float | None = None, seconds: float = 0.5, 
     On a CPU it is that of the fastest copy: other programs only make one slower, and a floor is the least time.
 
     Args:
-        device: ``cuda`` or ``cpu``.
         gib: size of what is copied; None: 2 GiB, on a CPU 0.25 (more than most caches hold).
         working_set: bytes that a program touches again and again, which a CPU may hold in its caches: a copy there touches no more. A GPU's
             is not measured by it.
@@ -87,7 +85,6 @@ def matmul_rate(device: str, dtype: str, size: int | None = None, seconds: float
     """Operations per second of a square matrix product; a multiplication and an addition are two.
 
     Args:
-        device: ``cuda`` or ``cpu``.
         size: rows and columns; None: 8192, on a CPU 1024.
     """
     size = size or (8192 if device == "cuda" else 1024)

@@ -123,11 +123,7 @@ class Round:
 
 
 def closed_loop_arrivals(began: float, finished: Sequence[float], users: int) -> list[float]:
-    """Arrival times of requests if each of ``users`` users sends the next request when the last one ends.
-
-    Args:
-        began: arrival of the first ``users`` requests.
-    """
+    """Arrival times of requests if each of ``users`` users sends the next request when the last one ends."""
     ends = sorted(finished)
     return [began if number < users else ends[number - users] for number in range(len(finished))]
 

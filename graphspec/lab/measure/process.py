@@ -23,14 +23,7 @@ CLOSING_SECONDS = 10.0
 
 
 class WorkerProcess:
-    """A running worker.
-
-    Args:
-        name: of its side, for messages.
-        timeout: seconds an answer may take.
-        say: called with lines of the worker's progress.
-        module: that the process runs.
-    """
+    """A running worker."""
 
     def __init__(self, name: str, timeout: float, say: Callable[[str], None] = lambda text: None) -> None:
         self.name, self.timeout, self.say = name, timeout, say

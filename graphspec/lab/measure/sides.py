@@ -21,12 +21,7 @@ ROLES = (*OURS, "hf", *ONE_ROW, API)
 
 @dataclass(frozen=True, slots=True)
 class SideConfig:
-    """One way to serve the workload.
-
-    Attributes:
-        role: one of :data:`ROLES`, which determines the program.
-        config: the whole configuration of this side.
-    """
+    """One way to serve the workload."""
 
     role: str
     config: LaunchConfig

@@ -38,7 +38,6 @@ def profile_cycles(
 
     Args:
         context: committed tokens of a row for the floor: the mean over the workload.
-        token_map: ``variant.token_map``.
         stages: time stages too, for which compiled ones are compiled one by one.
         bandwidth: bytes per second of this GPU, measured in the same run; None: measure it. A CPU is always measured, by what these
             cycles touch.

@@ -92,10 +92,7 @@ def make_runner(role: str, config: LaunchConfig, like: dict[str, str] | None, pr
     """Make the side of ``role``. Modules that import torch are imported here, in the process that needs them.
 
     Args:
-        role: one of :data:`graphspec.lab.measure.sides.ROLES`.
-        config: the whole configuration of this side.
         like: ``dtype`` and ``device`` of the side it is compared with; sides that are not ours take these.
-        progress: called while a side of our own loads and compiles.
     """
     if role == API:
         from .api_side import ApiSide

@@ -38,8 +38,6 @@ class Workload:
     """All requests of one round, and their common settings.
 
     Attributes:
-        output_tokens: most new tokens of each.
-        ignore_eos: whether end-of-text ids do not end a request.
         arrivals: seconds from the beginning of a round at which each request arrives; None: a closed loop.
         long: whether each request has a long prompt among shorter ones.
     """

@@ -39,7 +39,6 @@ class Acceptance:
 
     Attributes:
         shares: of drafts accepted at depth 1, 2, ... given the ones before, for the best candidate; deeper ones have the last share.
-        source: where they come from.
         measured: tokens per cycle of shapes that were run, which take precedence over the estimate.
     """
 

@@ -55,10 +55,8 @@ class Efficiency:
 
     Attributes:
         overall: share of every stage without a figure of its own.
-        stages: shares by name.
         rates: operations per second, by stage: a stage takes its operations divided by this in addition to its share of the floor. Only
             measured results have such figures: a processor whose caches hold the weights is limited by something other than its memory.
-        source: where the figures come from.
     """
 
     overall: float = DEFAULT_EFFICIENCY
@@ -104,7 +102,6 @@ class Prediction:
 
     Attributes:
         cycle_ms: predicted milliseconds of a cycle, the host's share included.
-        floor_ms: milliseconds it takes at least.
     """
 
     shape: CycleShape
@@ -142,9 +139,7 @@ class Outlook:
     """What cycles are predicted from.
 
     Attributes:
-        model: target and draft, :meth:`FloorModel.of`.
         context: committed tokens of each row.
-        hardware: bandwidth and peak.
         timing: default: :data:`DEFAULT_EFFICIENCY` for every stage, and no host time.
     """
 
@@ -167,7 +162,6 @@ class Outlook:
 
         Args:
             lengths: tokens per cycle of each shape; with ``PLAIN`` among them plain decoding is ranked too.
-            batch: rows in the cycle.
         """
         ranked = [Ranked(self.predict(shape, batch), length) for shape, length in lengths.items()]
         return sorted(ranked, key=lambda entry: (-entry.tokens_per_second, entry.shape.num_draft_tokens, entry.shape))

@@ -119,7 +119,6 @@ def capacity(
     Args:
         config: as composed; its runtime group gives page size, chunks and share of the memory.
         shape: the widest shape to serve; without steps, the variant's automatic one.
-        device, dtype: resolved, not ``auto``.
         memory: bytes of the hardware; None: not known.
     """
     _, smallest = engine_plan(config, pair, shape, 1, context, device=device, dtype=dtype, memory=memory)

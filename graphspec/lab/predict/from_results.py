@@ -44,7 +44,6 @@ class Measured:
 
         Args:
             name: of the hardware profile, which identifies a GPU; ``auto`` matches any.
-            device: ``cpu`` or ``cuda``.
         """
         kept = [i for i, side in enumerate(self.sides) if _ran_on(side, name, device)]
         return replace(self, sides=tuple(self.sides[i] for i in kept), shapes=tuple(self.shapes[i] for i in kept))
@@ -60,7 +59,6 @@ def read_measured(file: str, variant: Variant, temperature: float) -> Measured:
     """Read a file, or a folder of files.
 
     Args:
-        file: ``plan.measured``.
         variant: whose sides are read; those of plain decoding are read too.
     """
     if not user_path(KEY, file).exists():
@@ -81,7 +79,6 @@ def of_rows(rows: Iterable[Mapping[str, Any]], variant: Variant, name: str) -> M
 
     Args:
         rows: as :func:`graphspec.lab.measure.compare.records` gives them.
-        name: where they come from.
     """
     return _ours((SideRecord(name, dict(row), {}) for row in rows), variant, name)
 

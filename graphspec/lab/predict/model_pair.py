@@ -65,11 +65,6 @@ def config_folder(path: str, revision: str | None = None) -> Path:
 def read_model_pair(model_path: str, config: VariantConfig, variant: Variant, revision: str | None = None) -> ModelPair:
     """Facts of the target and of its draft, which are assumed if there is none.
 
-    Args:
-        model_path: ``model.path``.
-        config: the ``variant`` group.
-        revision: ``model.revision``.
-
     Raises:
         ConfigError: no such folder; a draft for a drafter without a network; a drafter whose network can't be assumed.
         CheckpointError: a config that is missing, wrong or not supported.

@@ -67,7 +67,6 @@ class PassTimes:
         beyond: milliseconds beyond the passes: of every cycle, of each draft pass, of a tree, of a megabyte of logits.
         cycles: that ``beyond`` was fitted to.
         bandwidth: bytes per second of a copy, measured at the same time.
-        source: where the figures come from.
     """
 
     curves: Mapping[str, Curve]

@@ -70,7 +70,6 @@ class Advice:
     Attributes:
         configured: the shape that the configuration sets, ranked for every batch; empty if it sets none.
         crossover: smallest batch at which drafting no longer pays; None: it pays up to the largest that was tried.
-        predictions: records of kind ``prediction``.
         launches: launch by launch, with and without programmatic launch: the configured shape, else the recommended one, at the smallest
             batch; empty where the model does not know the hardware.
         shortfall: why not even one row fits, and what would fit; None: one row does, or the memory is not known.

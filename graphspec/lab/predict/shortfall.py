@@ -51,11 +51,7 @@ class Shortfall:
 def find_shortfall(
     config: LaunchConfig, pair: ModelPair, model: FloorModel, shape: CycleShape, found: Capacity, dtype: str, memory: int | None
 ) -> Shortfall | None:
-    """None if a row fits, or if the memory is not known.
-
-    Args:
-        memory: bytes of the hardware.
-    """
+    """None if a row fits, or if the memory is not known."""
     if found.rows != 0 or found.budget is None or memory is None:
         return None
     if shape.num_steps and config.variant.tree_choices is None:

@@ -91,11 +91,7 @@ class Headline:
 
 
 def page(results: Results, plotly: str) -> str:
-    """The whole page.
-
-    Args:
-        results: from :func:`~graphspec.lab.measure.results.read_results`.
-    """
+    """The whole page."""
     # These modules alone import plotly, which may be missing: plotly_script reports that.
     from . import cycle_charts, speed_charts
     from .charts import Palette

@@ -37,7 +37,6 @@ class Table:
     """Rows of text under headings; the first column names the row.
 
     Attributes:
-        title: its heading, if it has one.
         sides: of the rows, if each is one side, whose marks follow its name.
     """
 

@@ -65,7 +65,6 @@ def choose(outcomes: Sequence[Outcome], *, adapts: bool = True) -> Choice:
 
     Args:
         outcomes: of shapes whose tokens were right. A shape that was not measured at every batch size is not chosen.
-        adapts: whether the drafter can change its depth, down to plain decoding.
     """
     batches = sorted({outcome.batch for outcome in outcomes})
     by_shape: dict[Shape, dict[int, Outcome]] = {}

@@ -34,8 +34,6 @@ class Tuning:
         prospects: rows of :func:`graphspec.lab.tune.short_list.short_list`.
         plain: batch size to tokens per second of plain decoding, in the run of the candidates.
         final: batch size to the outcome of ``config``; empty where that is plain decoding.
-        wrong: sides whose tokens were not those of plain decoding.
-        rows: records of kind ``side``.
     """
 
     prospects: list[dict[str, Any]]
