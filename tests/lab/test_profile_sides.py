@@ -20,11 +20,10 @@ from graphspec.lab.measure.engine_side import EngineSide
 from graphspec.lab.measure.generations import record_generation
 from graphspec.lab.measure.hf_side import HfSide
 from graphspec.lab.measure.metrics import Timeline, figures
-from graphspec.lab.measure.recorder import MarkedProgram, Recorder, stage_timer
+from graphspec.lab.measure.recorder import TRACKS, MarkedProgram, Recorder, chrome_trace, stage_timer
 from graphspec.lab.measure.selfcheck import ComparingReplay, check_runtime
 from graphspec.lab.measure.sides import SideConfig, plain_config, sides_of
 from graphspec.lab.measure.stages import Probe, kernel_timeline, summarise_kernels
-from graphspec.lab.measure.trace import TRACKS, chrome_trace
 from graphspec.plan.runtime import Runtime
 from tests.support.engines import Pair, add_tokenizer, mirror_pair
 from tests.support.profile import launch

@@ -33,9 +33,9 @@ from graphspec.lab.tune.choice import (
     mean_shares,
     shallower_depths,
 )
+from graphspec.lab.tune.command import caution, table
 from graphspec.lab.tune.experiment import experiment_text, write_experiment
 from graphspec.lab.tune.short_list import Candidates, pick
-from graphspec.lab.tune.tables import caution, table
 from graphspec.shapes import CycleShape
 from tests.support.engines import MIRROR_VOCAB, Pair, ids, mirror_pair, prompts
 

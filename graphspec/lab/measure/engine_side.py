@@ -19,10 +19,9 @@ from ...plan.plan import Plan
 from .generations import record_generation
 from .metrics import CycleCount, Timeline, closed_loop_arrivals
 from .open_loop import play
-from .recorder import Recorder, stage_timer
+from .recorder import Recorder, chrome_trace, stage_timer
 from .sides import for_workload
 from .stages import profile_cycles
-from .trace import chrome_trace
 from .workload import Workload, WorkloadRequest, make_workload
 
 

@@ -81,7 +81,7 @@ class Efficiency:
         return self.host_ms
 
     def record(self) -> dict[str, Any]:
-        """As JSON."""
+        """The figures as JSON."""
         return {"overall": self.overall, "stages": dict(self.stages), "rates": dict(self.rates), "host_ms": self.host_ms}
 
 
@@ -112,7 +112,7 @@ class Prediction:
     floor_ms: float
 
     def tokens_per_second(self, length: float) -> float:
-        """Of all rows together, when a cycle commits ``length`` tokens of each."""
+        """Tokens per second of all rows together, when a cycle commits ``length`` tokens of each."""
         return 1e3 * self.batch * length / self.cycle_ms
 
 
@@ -125,7 +125,7 @@ class Ranked:
 
     @property
     def tokens_per_second(self) -> float:
-        """Those of all rows together."""
+        """Tokens per second of all rows together."""
         return self.prediction.tokens_per_second(self.acceptance_length)
 
     @property

@@ -50,7 +50,7 @@ MAX_CONTEXT = 1024
 """Longest context that is measured; longer ones are extrapolated."""
 IN_A_ROW = 3
 ROUNDS, SECONDS = 15, 8.0
-"""Of all points together: most rounds, and the seconds after which no further round begins."""
+"""Most rounds over all points together, and the seconds after which no further round begins."""
 PROMPT, NEW_TOKENS = 16, 96
 """Tokens of the request that whole cycles are timed with."""
 FOLDER = "passes"
@@ -151,7 +151,7 @@ def _shape(numbers: Sequence[int], variant: Variant) -> CycleShape:
 
 
 def measure(config: Config, variant: Variant, model: FloorModel, say: Say) -> PassTimes | str:
-    """As :func:`pass_times`, without a cache."""
+    """The times of :func:`pass_times`, without a cache."""
     cycles: list[TimedCycle] = []
     curves: dict[str, Curve] = {}
     for place, (shape, batches) in enumerate(cells := timed_shapes(variant, model), 1):

@@ -96,7 +96,7 @@ class PassTimes:
         return sum(factor * term for factor, term in zip(self.beyond, _terms(shape, costs), strict=True))
 
     def record(self) -> dict[str, Any]:
-        """As JSON."""
+        """The figures as JSON."""
         return {
             "curves": {name: {"rows": c.rows, "times": c.times, "contexts": c.contexts} for name, c in self.curves.items()},
             "beyond": dict(zip(("host_ms", "draft_pass_ms", "tree_ms", "logits_ms_per_mb"), self.beyond, strict=True)),

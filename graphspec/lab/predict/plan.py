@@ -23,14 +23,13 @@ from ..floor import FloorModel, Hardware
 from ..measure.machine import copy_bandwidth, matmul_rate
 from .acceptance import Acceptance, usual_sibling
 from .advice import LARGEST_BATCH, Efficiency, Outlook, Ranked, StagePrediction, Timing, candidate_shapes
-from .capacity import Capacity, capacity, packs_weights
+from .capacity import Capacity, Shortfall, capacity, find_shortfall, packs_weights
 from .from_results import Measured, acceptance_of, calibrate, predictions, read_measured, timed
 from .latency import DEVICES, CycleEstimate, estimate_cycle
 from .launches import planned_steps
 from .model_pair import ModelPair, read_model_pair
 from .passes import PassTimes
 from .ranks import RankPrice, draft_of_rank, price_ranks
-from .shortfall import Shortfall, find_shortfall
 
 if TYPE_CHECKING:
     from ...config.command_options import LaunchConfig

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .model_pair import ModelPair
 
 BEST_BYTES = 16
-"""Of a position, what a rank says of its part of the logits: :func:`graphspec.kernels.tree.shard_topk.pack_shard`, K = 1."""
+"""Bytes of a position that a rank sends of its part of the logits: :func:`graphspec.kernels.tree.shard_topk.pack_shard`, K = 1."""
 SIZES = (1, 2, 4, 8, 16)
 """Numbers of ranks that are priced."""
 

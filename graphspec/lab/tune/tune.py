@@ -132,7 +132,8 @@ def conclude(base: LaunchConfig, tuning: Tuning, listed: dict[str, Any], batches
     if shape is None:
         return plain_config(base)
     rows = max(batches[-1], base.runtime.max_rows)
-    config = replace(base, runtime=replace(base.runtime, max_rows=rows, buckets=_buckets(base.runtime.buckets, batches))).with_shape(shape)
+    buckets = sorted({*base.runtime.buckets, *batches})
+    config = replace(base, runtime=replace(base.runtime, max_rows=rows, buckets=buckets)).with_shape(shape)
     if not _adapts(base, listed):
         return config
     depths = shallower_depths(shape[0])
@@ -165,8 +166,3 @@ def conclude(base: LaunchConfig, tuning: Tuning, listed: dict[str, Any], batches
 def _adapts(base: LaunchConfig, listed: dict[str, Any]) -> bool:
     """Whether the drafter can change its depth."""
     return listed["heads"] == 1 and resolve_variant(base.variant.name).drafter in ("network", "history")
-
-
-def _buckets(buckets: Sequence[int], batches: Sequence[int]) -> list[int]:
-    """The configured buckets, and one for each tuned batch size."""
-    return sorted({*buckets, *batches})
