@@ -174,7 +174,7 @@ def records(case: str, measured: Sequence[Measured]) -> list[dict[str, Any]]:
             "input_tokens": about["input_tokens"], "output_tokens": config.workload.output_tokens, "arrivals": describe(config.workload),
             "equal": one.verdict.equal, "equality": one.verdict.sentence,
             "synthetic": bool(about.get("synthetic")), "lossy": bool(about.get("lossy")), "rounds": len(one.rounds),
-            "core_wait": _median(one.core_wait),
+            "core_wait": median(known) if (known := [share for share in one.core_wait if share is not None]) else None,
         }  # fmt: skip
         if one.verdict.equal is not False:
             row |= figures(one.rounds) | {"build": about.get("build", []), "memory": about.get("memory", [])}
@@ -195,11 +195,6 @@ def records(case: str, measured: Sequence[Measured]) -> list[dict[str, Any]]:
         if one.verdict.equal is not False:
             rows += [{"kind": "generation", "case": case, "side": one.label, **generation} for generation in one.generations]
     return rows
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
 
 
 def _base(measured: Sequence[Measured]) -> Measured | None:

@@ -101,7 +101,7 @@ def stages(results: Results, palette: Palette) -> Chart:
     shown, several = smallest_batches(sides)
     names = unique(str(stage["name"]) for side in shown for stage in side.record["stages"])
     data = []
-    longest = max(_total(side) for side in shown)
+    longest = max(float(sum(stage.get("ms") or 0 for stage in side.record["stages"])) for side in shown)
     for index, name in enumerate(names):
         colour, shown_name = STAGE_COLOURS[index % len(STAGE_COLOURS)], plotly_text(name.replace("_", " "))
         bars = [(len(shown) - 1 - row, _stage(side, name)) for row, side in enumerate(shown)]
@@ -146,10 +146,6 @@ def stages(results: Results, palette: Palette) -> Chart:
 def _share(side: SideRecord) -> str:
     percent = side.percent_of_floor
     return f", {percent:.0f} % of floor" if percent is not None else ""
-
-
-def _total(side: SideRecord) -> float:
-    return float(sum(stage.get("ms") or 0 for stage in side.record["stages"]))
 
 
 def _stage(side: SideRecord, name: str) -> dict[str, Any]:
