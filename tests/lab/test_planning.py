@@ -323,7 +323,7 @@ def test_rows_that_fit_fit_and_one_more_does_not() -> None:
 
     shape = found.rows[0].best.shape
     _, smallest = engine_plan(config, pair, shape, 1, 1024, device="cuda", dtype="bfloat16", memory=memory)
-    sizes = _network_sizes(config, pair, found.model, smallest)
+    sizes = _network_sizes(config, pair, found.outlook.model, smallest)
 
     def fits(rows: int, context: int) -> bool:
         _, memory_plan = _plan(config, pair, sizes, shape, "cuda", "bfloat16", memory, rows, context)

@@ -133,6 +133,11 @@ class Ranked:
         """(S, K, N)."""
         return self.prediction.shape
 
+    def record(self) -> dict[str, Any]:
+        """The shape, its batch and its figures as JSON."""
+        figures = {"predicted_ms": self.prediction.cycle_ms, "tokens_per_second": self.tokens_per_second}
+        return {"batch": self.prediction.batch, "shape": self.shape.numbers, **figures, "acceptance_length": self.acceptance_length}
+
 
 @dataclass(frozen=True, slots=True)
 class Outlook:

@@ -85,7 +85,7 @@ def show(advice: Advice, console: Console | None = None) -> None:
 
 def heading(advice: Advice) -> list[str]:
     """The model, the hardware and the figures that were used."""
-    model, hardware, shares = advice.model, advice.hardware, advice.acceptance
+    model, hardware, shares = advice.outlook.model, advice.outlook.hardware, advice.acceptance
     draft = f"{model.draft_own.number:,} parameters of its own" if model.draft_own is not None else "no parameters"
     peak = f", {hardware.flops / 1e12:g} TFLOPS" if hardware.flops is not None else ""
     spelled = ", ".join(f"{share:.2f}" for share in shares.shares)
@@ -94,8 +94,8 @@ def heading(advice: Advice) -> list[str]:
         f"draft       {advice.variant.name}: {advice.pair.described}; {draft}",
         f"hardware    {hardware.bandwidth / 1e9:,.0f} GB/s{peak} ({hardware.source})",
         f"acceptance  {spelled}, then as the last; sibling {shares.sibling:g} ({shares.source})",
-        timing_line(advice.efficiency),
-        f"context     {advice.context} tokens of each row",
+        timing_line(advice.outlook.timing),
+        f"context     {advice.outlook.context} tokens of each row",
     ]
 
 
@@ -252,7 +252,7 @@ def crossover_line(advice: Advice) -> str:
 
 def predictions_table(advice: Advice) -> Table:
     """Predicted against measured."""
-    source = "timed passes" if isinstance(advice.efficiency, PassTimes) else "the other measured sides"
+    source = "timed passes" if isinstance(advice.outlook.timing, PassTimes) else "the other measured sides"
     rows = []
     for record in advice.predictions:
         shape = "none" if not record["shape"][0] else str(tuple(record["shape"]))

@@ -77,12 +77,9 @@ class Advice:
 
     pair: ModelPair
     variant: Variant
-    model: FloorModel
     dtype: str
-    hardware: Hardware
+    outlook: Outlook
     acceptance: Acceptance
-    efficiency: Timing
-    context: int
     rows: list[Row]
     configured: list[Ranked]
     crossover: int | None
@@ -95,23 +92,18 @@ class Advice:
 
     def records(self) -> list[dict[str, Any]]:
         """Records of kind ``plan``, one per batch, then those of kind ``prediction``."""
-        plans = [self._record(row) for row in self.rows]
-        return [*plans, *self.predictions]
+        return [*(self._record(row) for row in self.rows), *self.predictions]
 
     def _record(self, row: Row) -> dict[str, Any]:
-        best = row.best
+        best, hardware, timing = row.best, self.outlook.hardware, self.outlook.timing
         return {
             "kind": "plan",
             "model": self.pair.name,
             "variant": self.variant.name,
-            "hardware": self.hardware.name,
-            "context": self.context,
-            "batch": row.batch,
-            "shape": best.shape.numbers,
+            "hardware": hardware.name,
+            "context": self.outlook.context,
+            **best.record(),
             "floor_ms": best.prediction.floor_ms,
-            "predicted_ms": best.prediction.cycle_ms,
-            "tokens_per_second": best.tokens_per_second,
-            "acceptance_length": best.acceptance_length,
             "fits": None if self.capacity.rows is None else row.batch <= self.capacity.rows,
             "plain_floor_ms": row.plain.prediction.floor_ms,
             "plain_ms": row.plain.prediction.cycle_ms,
@@ -119,38 +111,30 @@ class Advice:
             "ratio": best.tokens_per_second / row.plain.tokens_per_second,
             "break_even": row.break_even,
             "free_width": row.free,
-            "bandwidth": self.hardware.bandwidth,
-            "flops": self.hardware.flops,
-            "efficiency": self.efficiency.overall if isinstance(self.efficiency, Efficiency) else None,
+            "bandwidth": hardware.bandwidth,
+            "flops": hardware.flops,
+            "efficiency": timing.overall if isinstance(timing, Efficiency) else None,
             "stages": [stage_record(stage) for stage in best.prediction.stages],
         }
 
     def document(self) -> dict[str, Any]:
         """Everything, for ``format=json``."""
+        outlook, own = self.outlook, self.outlook.model.draft_own
         errors = [abs(record["error"]) for record in self.predictions if record["stage"] is None]
         return {
             "model": str(self.pair.folder),
             "variant": self.variant.name,
             "draft": self.pair.described,
             "dtype": self.dtype,
-            "parameters": {"target": self.model.target_weights.number, "draft": self.model.draft_own.number if self.model.draft_own else 0},
-            "hardware": asdict(self.hardware),
+            "parameters": {"target": outlook.model.target_weights.number, "draft": own.number if own is not None else 0},
+            "hardware": asdict(outlook.hardware),
             "acceptance": {"shares": list(self.acceptance.shares), "sibling": self.acceptance.sibling, "source": self.acceptance.source},
-            "efficiency": self.efficiency.record() | {"source": self.efficiency.source},
+            "efficiency": outlook.timing.record() | {"source": outlook.timing.source},
             "memory": self.capacity.document(),
             "shortfall": asdict(self.shortfall) if self.shortfall is not None else None,
             "ranks": [price.document() for price in self.ranks],
             "plans": [self._record(row) for row in self.rows],
-            "configured": [
-                {
-                    "batch": entry.prediction.batch,
-                    "shape": entry.shape.numbers,
-                    "predicted_ms": entry.prediction.cycle_ms,
-                    "tokens_per_second": entry.tokens_per_second,
-                    "acceptance_length": entry.acceptance_length,
-                }
-                for entry in self.configured
-            ],
+            "configured": [entry.record() for entry in self.configured],
             "crossover": self.crossover,
             "launches": [estimate.record() for estimate in self.launches],
             "predictions": self.predictions,
@@ -241,20 +225,13 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
     most = fitting.rows or LARGEST_BATCH
     shown = configured or rows[0].best.shape
     prices = price_ranks(config, whole, variant, context, dtype=dtype, hardware=hardware) if device == "cuda" else []
-    launches = (
-        _launches(config, pair, variant, model, shown, options.batches[0], context, dtype, hardware)
-        if device == "cuda" and size == 1
-        else []
-    )
+    launches = _launches(config, pair, variant, outlook, shown, options.batches[0], dtype) if device == "cuda" and size == 1 else []
     return Advice(
         pair=pair,
         variant=variant,
-        model=model,
         dtype=dtype,
-        hardware=hardware,
+        outlook=outlook,
         acceptance=acceptance,
-        efficiency=efficiency,
-        context=context,
         rows=rows,
         configured=about_configured,
         crossover=outlook.crossover(lengths, most) if lengths else None,
@@ -268,13 +245,13 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
 
 
 def _launches(
-    config: LaunchConfig, pair: ModelPair, variant: Variant, model: FloorModel, shape: CycleShape, batch: int, context: int, dtype: str,
-    hardware: Hardware,
-) -> list[CycleEstimate]:  # fmt: skip
+    config: LaunchConfig, pair: ModelPair, variant: Variant, outlook: Outlook, shape: CycleShape, batch: int, dtype: str
+) -> list[CycleEstimate]:
+    hardware, context = outlook.hardware, outlook.context
     steps = planned_steps(config, pair, variant, shape, batch, context, dtype) if hardware.name in DEVICES else None
     if steps is None:
         return []
-    floor_ms = sum(stage.floor_ms(hardware) for stage in model.stages(shape, batch, context))
+    floor_ms = outlook.predict(shape, batch).floor_ms
     return [estimate_cycle(steps, shape, batch, context, floor_ms, hardware, programmatic=flag) for flag in (False, True)]
 
 
