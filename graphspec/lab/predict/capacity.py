@@ -134,10 +134,7 @@ def capacity(
     sizes = _network_sizes(config, pair, model, smallest)
 
     def at(rows: int, context: int) -> tuple[Plan, MemoryPlan]:
-        engine, plan = engine_plan(config, pair, shape, rows, context, device=device, dtype=dtype, memory=memory)
-        # Rows that are counted have their whole context, so the pools may not be smaller.
-        full = replace(engine, runtime=replace(engine.runtime, num_pages=plan.num_pages - 1))
-        return fit_memory(plan, full, _weights(pair, plan, sizes))
+        return _plan(config, pair, sizes, shape, device, dtype, memory, rows, context)
 
     def fits(rows: int, context: int) -> bool:
         _, found = at(rows, context)
@@ -184,6 +181,16 @@ def _largest(holds: Callable[[int], bool], limit: int) -> int:
     # Powers of two first: an engine far larger than fits can't even be planned.
     high = next((2**power for power in range(limit.bit_length()) if not holds(2**power)), limit + 1)
     return high // 2 + bisect_left(range(high // 2 + 1, high), True, key=lambda number: not holds(number))
+
+
+def _plan(
+    config: LaunchConfig, pair: ModelPair, sizes: tuple[int, int], shape: CycleShape, device: str, dtype: str, memory: int | None,
+    rows: int, context: int,
+) -> tuple[Plan, MemoryPlan]:  # fmt: skip
+    engine, plan = engine_plan(config, pair, shape, rows, context, device=device, dtype=dtype, memory=memory)
+    # Rows that are counted have their whole context, so the pools may not be smaller.
+    full = replace(engine, runtime=replace(engine.runtime, num_pages=plan.num_pages - 1))
+    return fit_memory(plan, full, _weights(pair, plan, sizes))
 
 
 def _weights(pair: ModelPair, plan: Plan, sizes: tuple[int, int]) -> tuple[int, int]:
