@@ -25,7 +25,7 @@ from graphspec.lab.measure import machine
 from graphspec.lab.predict.acceptance import SIBLING, Acceptance, conditional, fit_sibling, usual_sibling
 from graphspec.lab.predict.advice import Efficiency, Outlook, Ranked, candidate_shapes
 from graphspec.lab.predict.command import run
-from graphspec.lab.predict.from_results import acceptance_of, calibrate, context_of, fit_stage, predictions, read_measured, timed
+from graphspec.lab.predict.from_results import acceptance_of, calibrate, context_of, fit_stage, predictions, read_measured
 from graphspec.lab.predict.plan import CLOSE, advise, recommend
 from graphspec.shapes import PLAIN, CycleShape
 from perf.gpu.bench import write_configs
@@ -214,8 +214,8 @@ def write(folder: Path, *sides: dict[str, Any]) -> str:
 
 def test_efficiency_is_taken_back_out_of_what_was_measured(tmp_path: Path) -> None:
     measured = read_measured(write(tmp_path, *(side(*case) for case in CASES)), EAGLE3, 0.0)
-    assert measured.bandwidth == 1e9 and {context_of(s) for s in measured.sides} == {30}
-    found = calibrate(MODEL, measured, timed(measured), BYTES_ONLY)
+    assert measured.bandwidth == 1e9 and {context_of(s) for s, _ in measured.sides} == {30}
+    found = calibrate(MODEL, measured, BYTES_ONLY)
     assert found is not None and found.stages == pytest.approx(TRUTH.stages) and found.host_ms == pytest.approx(TRUTH.host_ms)
     assert {name: rate for name, rate in found.rates.items() if rate < 1e15} == pytest.approx(TRUTH.rates)
     records = predictions(MODEL, measured, BYTES_ONLY, Efficiency())

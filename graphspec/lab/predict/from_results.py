@@ -31,13 +31,12 @@ class Measured:
     """Sides of this engine in a result file, without those of other drafters.
 
     Attributes:
-        sides: without those whose tokens differ from plain decoding's.
-        shapes: of each side; plain decoding is ``PLAIN``.
+        file: its name.
+        sides: without those whose tokens differ from plain decoding's; each with its shape, plain decoding with ``PLAIN``.
     """
 
     file: str
-    sides: tuple[SideRecord, ...]
-    shapes: tuple[CycleShape, ...]
+    sides: tuple[tuple[SideRecord, CycleShape], ...]
 
     def on(self, name: str, device: str) -> Measured:
         """The sides that ran on such a device, whose times are therefore valid for it.
@@ -45,13 +44,12 @@ class Measured:
         Args:
             name: of the hardware profile, which identifies a GPU; ``auto`` matches any.
         """
-        kept = [i for i, side in enumerate(self.sides) if _ran_on(side, name, device)]
-        return replace(self, sides=tuple(self.sides[i] for i in kept), shapes=tuple(self.shapes[i] for i in kept))
+        return replace(self, sides=tuple(entry for entry in self.sides if _ran_on(entry[0], name, device)))
 
     @property
     def bandwidth(self) -> float | None:
         """Bytes per second, measured in the run of the sides; median."""
-        found = [value for side in self.sides if (value := side.number("bandwidth")) is not None and value > 0]
+        found = [value for side, _ in self.sides if (value := side.number("bandwidth")) is not None and value > 0]
         return statistics.median(found) if found else None
 
 
@@ -85,14 +83,13 @@ def of_rows(rows: Iterable[Mapping[str, Any]], variant: Variant, name: str) -> M
 
 def _ours(candidates: Iterable[SideRecord], variant: Variant, name: str) -> Measured:
     """Sides of this engine, without those whose tokens were wrong."""
-    sides, shapes = [], []
+    found = []
     for side in candidates:
         plain = side.record["role"] == "none" or side.shape is None or side.shape[0] == 0
         ours = side.record["role"] in ROLES and (plain or side.get("variant") == variant.name)
         if ours and side.equal is not False:
-            sides.append(side)
-            shapes.append(PLAIN if plain or side.shape is None else CycleShape(*side.shape, variant.auto_shape.pool))
-    return Measured(name, tuple(sides), tuple(shapes))
+            found.append((side, PLAIN if plain or side.shape is None else CycleShape(*side.shape, variant.auto_shape.pool)))
+    return Measured(name, tuple(found))
 
 
 def _ran_on(side: SideRecord, name: str, device: str) -> bool:
@@ -114,7 +111,7 @@ def acceptance_of(measured: Measured, usual: float) -> Acceptance | None:
     """
     speculative = [
         (side, shape)
-        for side, shape in zip(measured.sides, measured.shapes, strict=True)
+        for side, shape in measured.sides
         if shape.num_steps and not side.get("synthetic") and side.get("acceptance_unconditional") and side.get("acceptance_length")
     ]
     if not speculative:
@@ -145,22 +142,16 @@ def context_of(side: SideRecord) -> int:
     return round((side.number("input_tokens") or 0) + (side.number("output_tokens") or 0) / 2)
 
 
-def timed(measured: Measured) -> list[int]:
-    """Indices of the sides whose cycle time is known."""
-    return [i for i, side in enumerate(measured.sides) if side.number("cycle_ms", "median")]
-
-
-def calibrate(model: FloorModel, measured: Measured, sides: Iterable[int], hardware: Hardware) -> Efficiency | None:
-    """How close to its floor each stage came, fitted to some of the sides; None without one whose cycle and stages were timed.
+def calibrate(model: FloorModel, measured: Measured, hardware: Hardware) -> Efficiency | None:
+    """How close to its floor each stage came, fitted to the sides; None without one whose cycle and stages were timed.
 
     The time of a cycle is divided among its stages in proportion to the run that timed them one by one. The part of stages without weights
     is added to every cycle as a constant, its median over the sides. The time of a stage is fitted by :func:`fit_stage`.
     """
     points: dict[str, list[tuple[float, float, float]]] = {}
     others: list[float] = []
-    for i in sides:
-        side = measured.sides[i]
-        prediction = Outlook(model, context_of(side), hardware, Efficiency(1.0)).predict(measured.shapes[i], side.batch)
+    for side, shape in measured.sides:
+        prediction = Outlook(model, context_of(side), hardware, Efficiency(1.0)).predict(shape, side.batch)
         times, cycle = stage_times(side), side.number("cycle_ms", "median")
         if not cycle or not all(times.get(stage.name) for stage in prediction.stages):
             continue
@@ -220,13 +211,13 @@ def predictions(
     measured time of a stage is its share of the cycle in the run that timed the stages one by one.
     """
     records: list[dict[str, Any]] = []
-    for i in timed(measured):
-        side, shape = measured.sides[i], measured.shapes[i]
-        others = [j for j in timed(measured) if (measured.shapes[j], measured.sides[j].batch) != (shape, side.batch)]
-        efficiency: Timing = passes or calibrate(model, measured, others, hardware) or default
-        prediction = Outlook(model, context_of(side), hardware, efficiency).predict(shape, side.batch)
+    for side, shape in measured.sides:
         cycle = side.number("cycle_ms", "median")
-        assert cycle is not None
+        if not cycle:
+            continue
+        others = replace(measured, sides=tuple(one for one in measured.sides if (one[1], one[0].batch) != (shape, side.batch)))
+        efficiency: Timing = passes or calibrate(model, others, hardware) or default
+        prediction = Outlook(model, context_of(side), hardware, efficiency).predict(shape, side.batch)
         times = stage_times(side)
         scale = cycle / sum(times.values()) if times else 1.0
         rows: list[tuple[str | None, float, float]] = [(None, prediction.cycle_ms, cycle)]

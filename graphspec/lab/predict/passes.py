@@ -27,7 +27,7 @@ _MEGA = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Milliseconds of a part of a pass."""
+    """Milliseconds of a part of a pass: ``times[i][j]`` for ``rows[i]`` after ``contexts[j]`` tokens, both ascending."""
 
     rows: tuple[int, ...]
     times: tuple[tuple[float, ...], ...]

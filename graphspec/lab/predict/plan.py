@@ -24,7 +24,7 @@ from ..measure.machine import copy_bandwidth, matmul_rate
 from .acceptance import Acceptance, usual_sibling
 from .advice import LARGEST_BATCH, Efficiency, Outlook, Ranked, StagePrediction, Timing, candidate_shapes
 from .capacity import Capacity, Shortfall, capacity, find_shortfall, packs_weights
-from .from_results import Measured, acceptance_of, calibrate, predictions, read_measured, timed
+from .from_results import Measured, acceptance_of, calibrate, predictions, read_measured
 from .latency import DEVICES, CycleEstimate, estimate_cycle
 from .launches import planned_steps
 from .model_pair import ModelPair, read_model_pair
@@ -198,7 +198,7 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
             notes.append(f"passes were not timed: {found}")
     hardware = resolve_hardware(config, device, dtype, here, passes, working_set=model.working_set(PLAIN, 1, context))
     acceptance = resolve_acceptance(config, variant, measured)
-    efficiency: Timing = passes or (calibrate(model, here, timed(here), hardware) if here is not None else None) or Efficiency()
+    efficiency: Timing = passes or (calibrate(model, here, hardware) if here is not None else None) or Efficiency()
     checked = predictions(model, here, hardware, Efficiency(), passes) if here is not None else []
     if measured is not None and not checked:
         notes.append("no measured side ran on this hardware with its cycle timed: of the file only its acceptance is used")

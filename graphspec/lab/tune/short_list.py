@@ -17,7 +17,7 @@ from ...shapes import MAX_WINDOW, PLAIN, CycleShape
 from ..floor import FloorModel
 from ..predict.advice import Efficiency, Outlook, candidate_shapes
 from ..predict.capacity import packs_weights
-from ..predict.from_results import calibrate, of_rows, read_measured, timed
+from ..predict.from_results import calibrate, of_rows, read_measured
 from ..predict.model_pair import ModelPair, read_model_pair
 from ..predict.plan import configured_shape, deepest, device_and_dtype, most_steps, resolve_acceptance, resolve_hardware
 
@@ -128,7 +128,7 @@ def short_list(config: LaunchConfig, batches: Sequence[int], trial: Sequence[Map
     if config.plan.measured is not None:
         measured = read_measured(config.plan.measured, variant, config.sampling.stated_temperature)
         here = measured.on(config.hardware.name, device)
-    efficiency = (calibrate(model, here, timed(here), hardware) if here is not None else None) or Efficiency()
+    efficiency = (calibrate(model, here, hardware) if here is not None else None) or Efficiency()
     acceptance = resolve_acceptance(config, variant, measured)
 
     outlook = Outlook(model, context, hardware, efficiency)
