@@ -15,7 +15,7 @@ from ..graphs.cycle import Cycle
 from ..graphs.programs import Key
 from ..graphs.stages.mailbox import Message
 from ..plan.buffers import Arena
-from .llm import LLM
+from .llm import LLM, generate_through
 from .prompts import Prompt
 
 RELATIVE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -131,5 +131,5 @@ def diff(config: Config, left: str, right: str, prompt: Prompt, max_tokens: int 
     for side in sides:
         side.warm_up(sampling=params.sampling_class)
     comparing = ComparingLauncher(sides[0].cycle, sides[1].cycle)
-    sides[0].generate_through(comparing, prompt, params)
+    generate_through(sides[0], comparing, prompt, params)
     return comparing.report or DiffReport(True, comparing.launches)

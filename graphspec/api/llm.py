@@ -281,16 +281,14 @@ class LLM:
         requests = self._requests(prompts, one_of_params(params, sampling_params))
         set_call_options(requests, priority, deadline, cache_salt)
         most = sum(r.budget for r in requests)
-        served = [r for r in requests if r.finish_reason is None]
         changed = (lambda: progress("generate", sum(len(r.output) for r in requests), most)) if callable(progress) else None
-        self._engine.run(served, changed=changed)
-        self._note(requests)
-        return self.outputs(requests)
+        return self._finish(requests, changed=changed)
 
-    def generate_through(self, launcher: Launcher, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[Output]:
-        """:meth:`generate` with a recorder or a comparison in front of the cycle, while no other call is open. For measurements."""
-        requests = self._requests(prompts, params)
-        self._engine.run([r for r in requests if r.finish_reason is None], exclusive=Exclusive(launcher))
+    def _finish(
+        self, requests: Sequence[Request], exclusive: Exclusive | None = None, changed: Callable[[], None] | None = None
+    ) -> list[Output]:
+        """Run requests to their end."""
+        self._engine.run([r for r in requests if r.finish_reason is None], exclusive=exclusive, changed=changed)
         self._note(requests)
         return self.outputs(requests)
 
@@ -496,3 +494,8 @@ class LLM:
             accepted=[n in path for n in used],
             text_N=[self.token_text(token_N[n]) for n in used],
         )
+
+
+def generate_through(llm: LLM, launcher: Launcher, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[Output]:
+    """:meth:`LLM.generate` with a recorder or a comparison in front of the cycle, while no other call is open. For measurements."""
+    return llm._finish(llm._requests(prompts, params), Exclusive(launcher))  # noqa: SLF001 - no part of the public signature

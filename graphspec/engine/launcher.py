@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +13,7 @@ from torch import Tensor
 from ..graphs.cycle import Cycle, RingEntry
 from ..graphs.programs import Key
 from ..graphs.stages.mailbox import Message
+from ..plan.buffers import Kind
 from .request import Request
 
 
@@ -46,6 +49,21 @@ class Forwarding:
         mail = torch.zeros(self.cycle.layout.size, dtype=torch.int64)
         self.cycle.layout.encode(message, mail)
         return mail
+
+    @contextmanager
+    def rewinding(self, message: Message, *kinds: Kind) -> Iterator[Callable[[], None]]:
+        """Gives a function that puts slots of these kinds back to their contents now, with ``message`` as mail; done at the end too."""
+        arena, mail = self.cycle.arena, self.mail(message)
+        before = arena.snapshot(kinds)
+
+        def rewind() -> None:
+            arena.restore(before)
+            arena["mail"].copy_(mail)
+
+        try:
+            yield rewind
+        finally:
+            arena.restore(before)
 
 
 @dataclass(frozen=True, slots=True)

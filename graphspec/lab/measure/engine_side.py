@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...api.events import Stream
-from ...api.llm import LLM
+from ...api.llm import LLM, generate_through
 from ...api.outputs import Output
 from ...config.command_options import LaunchConfig
 from ...engine.depth import AdaptiveDepth
@@ -93,7 +93,7 @@ class EngineSide:
 
     def run_with(self, launcher: Launcher) -> list[Output]:
         """Run the workload once, launched by ``launcher``."""
-        return self.llm.generate_through(launcher, self.prompts, self.params)
+        return generate_through(self.llm, launcher, self.prompts, self.params)
 
     def round(self) -> dict[str, Any]:
         """See :class:`graphspec.lab.measure.worker.Runner`."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...api.llm import LLM
+from ...api.llm import LLM, generate_through
 from ...api.stops import OutputText
 from ...engine.launcher import Forwarding
 from ...engine.request import ResolvedParams
@@ -102,7 +102,7 @@ def record_generation(llm: LLM, prompt: list[int], params: ResolvedParams) -> di
     accept = llm.plan.accept
     scored = llm.plan.variant.has_network and not accept.sampled_drafts and not (params.sampling_class.noise and accept.coupled)
     recorder = TreeRecorder(llm.cycle, scored=scored)
-    [output] = llm.generate_through(recorder, [prompt], params)
+    [output] = generate_through(llm, recorder, [prompt], params)
     for tree in recorder.trees:
         for node in tree:
             node["text"] = llm.tokenizer.token_text(node["token"]) if node["token"] >= 0 else ""

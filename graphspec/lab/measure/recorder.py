@@ -115,14 +115,9 @@ def external_event() -> TimingEvent:
 @contextmanager
 def inert(cycle: Cycle) -> Iterator[None]:
     """A context in which programs may run without effect: the message is empty, and all state is restored at the end."""
-    state = cycle.arena.snapshot(("mail", "state", "ring"))
-    mail = Forwarding(cycle).mail(Message(lanes=()))
-    try:
-        with torch.no_grad():
-            cycle.arena["mail"].copy_(mail)
-            yield
-    finally:
-        cycle.arena.restore(state)
+    with torch.no_grad(), Forwarding(cycle).rewinding(Message(lanes=()), "mail", "state", "ring") as rewind:
+        rewind()
+        yield
 
 
 def stage_timer(cycle: Cycle, key: Key) -> StageTimer:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...api.diff import comparable, diff, difference
-from ...api.llm import LLM
+from ...api.llm import LLM, generate_through
 from ...config.command_options import LaunchConfig
 from ...engine.device import resolve_device
 from ...engine.launcher import Forwarding
@@ -63,7 +63,7 @@ def _captured_against_direct(config: LaunchConfig, prompt: list[int], tokens: in
     params = measured_params(config.sampling, max_tokens=tokens, stop_token_ids=(), ignore_eos=True)
     llm.warm_up(sampling=params.sampling_class)
     comparing = ComparingReplay(llm.cycle)
-    llm.generate_through(comparing, prompt, params)
+    generate_through(llm, comparing, prompt, params)
     if comparing.difference:
         return {"equal": False, "sentence": f"captured against direct: launch {comparing.launches}: {comparing.difference}"}
     return {"equal": True, "sentence": f"captured against direct: every slot equal to the bit in {comparing.launches} launches"}
@@ -90,17 +90,13 @@ class ComparingReplay(Forwarding):
         program, arena = self.cycle.programs[key], self.cycle.arena
         assert program.replay is not None
         self.cycle.ready(key, message)
-        before = arena.snapshot()
-        mail = self.mail(message)
         names = sorted({name for stage in program.stages for name in stage.writes})
         found = []
-        with torch.no_grad():
+        with torch.no_grad(), self.rewinding(message, "state", "lane", "ring", "kv") as rewind:
             for run in (program.direct, program.replay):
-                arena.restore(before)
-                arena["mail"].copy_(mail)
+                rewind()
                 run()
                 found.append({name: comparable(arena, name).clone() for name in names})
-        arena.restore(before)
         self.launches += 1
         details = ((name, difference(found[0][name], found[1][name], exact=True)) for name in names)
         self.difference = next((f"slot {name} {detail}" for name, detail in details if detail), "")

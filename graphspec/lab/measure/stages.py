@@ -114,20 +114,12 @@ class Probe(Recorder):
         return super().launch(key, message)
 
     def _look(self, message: Message) -> None:
-        arena = self.cycle.arena
         self.cycle.ready(self._key, message)
-        before = arena.snapshot(("mail", "state", "ring"))
-        mail = self.mail(message)
-
-        def rewind() -> None:
-            arena.restore(before)
-            arena["mail"].copy_(mail)
-
         try:
-            self.found = kernel_timeline(self.cycle.programs[self._key], rewind)
+            with self.rewinding(message, "mail", "state", "ring") as rewind:
+                self.found = kernel_timeline(self.cycle.programs[self._key], rewind)
         except ResourceError as error:
             self.missing = str(error)
-        arena.restore(before)
 
 
 def kernel_timeline(program: Callable[[], None], rewind: Callable[[], None], replays: int = PROFILED_REPLAYS) -> dict[str, Any]:

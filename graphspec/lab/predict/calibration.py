@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...api.llm import LLM
+from ...api.llm import LLM, generate_through
 from ...config.paths import reason
 from ...config.schema import Config
 from ...engine.request import SamplingParams
@@ -208,7 +208,7 @@ def time_cycle(llm: LLM, shape: CycleShape, batch: int, runs: int = 3) -> TimedC
     found: list[float] = []
     for _ in range(runs):
         recorder = Recorder(llm.cycle)
-        llm.generate_through(recorder, prompts, params)
+        generate_through(llm, recorder, prompts, params)
         found.append(statistics.median(whole for whole, _ in recorder.cycle_times(recorder.most_common())))
     return TimedCycle(shape, batch, PROMPT + new_tokens // 2, 1e3 * min(found))
 
