@@ -285,10 +285,10 @@ class LLM:
         return self._finish(requests, changed=changed)
 
     def _finish(
-        self, requests: Sequence[Request], exclusive: Exclusive | None = None, changed: Callable[[], None] | None = None
+        self, requests: Sequence[Request], alone: Exclusive | None = None, changed: Callable[[], None] | None = None
     ) -> list[Output]:
         """Run requests to their end."""
-        self._engine.run([r for r in requests if r.finish_reason is None], exclusive=exclusive, changed=changed)
+        self._engine.run([r for r in requests if r.finish_reason is None], exclusive=alone, changed=changed)
         self._note(requests)
         return self.outputs(requests)
 
