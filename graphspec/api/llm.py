@@ -284,9 +284,7 @@ class LLM:
         changed = (lambda: progress("generate", sum(len(r.output) for r in requests), most)) if callable(progress) else None
         return self._finish(requests, changed=changed)
 
-    def _finish(
-        self, requests: Sequence[Request], alone: Exclusive | None = None, changed: Callable[[], None] | None = None
-    ) -> list[Output]:
+    def _finish(self, requests: list[Request], alone: Exclusive | None = None, changed: Callable[[], None] | None = None) -> list[Output]:
         """Run requests to their end."""
         self._engine.run([r for r in requests if r.finish_reason is None], exclusive=alone, changed=changed)
         self._note(requests)
