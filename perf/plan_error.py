@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from graphspec.api.llm import LLM
@@ -18,17 +19,23 @@ from graphspec.config.compose import load_config
 from graphspec.lab.floor import FloorModel, Hardware
 from graphspec.lab.measure.machine import copy_bandwidth
 from graphspec.lab.measure.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
-from graphspec.lab.predict.advice import predict
+from graphspec.lab.predict.advice import Outlook
 from graphspec.lab.predict.calibration import engine_of, time_cycle, time_passes, timed_shapes
+from graphspec.lab.predict.command import spell
 from graphspec.lab.predict.model_pair import read_model_pair
 from graphspec.lab.predict.passes import Curve, PassTimes, TimedCycle
 from graphspec.lab.predict.plan import device_and_dtype
-from graphspec.lab.predict.tables import spell
 from graphspec.shapes import PLAIN, CycleShape
 
 SHAPES = (
     "0,1,1", "1,1,2", "2,1,3", "3,1,4", "4,1,5", "6,1,7", "2,4,8", "3,2,6", "3,4,12", "4,2,8", "4,4,16", "5,4,16", "5,4,32",
 )  # fmt: skip
+
+
+def least(curves: Sequence[Curve]) -> Curve:
+    """The same points, each with its smallest time over some measurements: disturbances only make a measurement longer."""
+    points = zip(*(curve.times for curve in curves), strict=True)
+    return replace(curves[0], times=tuple(tuple(min(times) for times in zip(*rows, strict=True)) for rows in points))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,15 +67,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         curves.append(time_passes(engines[passes]))
         for (shape, batch), llm in engines.items():
             cycles[shape, batch].append(time_cycle(llm, shape, batch, runs=1))
-    found = {case: some[0].least(some) for case, some in cycles.items()}
-    middle = {name: curve.least([some[name] for some in curves]) for name, curve in curves[0].items()}
+    found = {case: min(some, key=lambda cycle: cycle.ms) for case, some in cycles.items()}
+    middle = {name: least([some[name] for some in curves]) for name in curves[0]}
     times = PassTimes.fit(
         model, middle, [found[case] for case in timed], copy_bandwidth("cpu", working_set=model.working_set(PLAIN, 1, 64)), "measured now"
     )
     records = []
     for case in cases:
         cycle = found[case]
-        ms = predict(model, cycle.shape, cycle.batch, cycle.context, Hardware(times.bandwidth), times).cycle_ms
+        ms = Outlook(model, cycle.context, Hardware(times.bandwidth), times).predict(cycle.shape, cycle.batch).cycle_ms
         records.append({
             "kind": "prediction", "stage": None, "case": "calibration" if case in timed else "check", "shape": cycle.shape.numbers,
             "batch": cycle.batch, "context": cycle.context, "predicted_ms": ms, "measured_ms": cycle.ms, "error": ms / cycle.ms - 1,

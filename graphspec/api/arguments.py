@@ -63,16 +63,6 @@ def check_progress(progress: object, error: type[GraphspecError] = RequestError)
         raise error("progress", "a function, False for no progress, or None", typed(progress))
 
 
-def check_launcher(launcher: object) -> None:
-    """Check what is to launch the programs of a call.
-
-    Raises:
-        RequestError: neither None nor something that launches and reads.
-    """
-    if launcher is not None and not all(hasattr(launcher, name) for name in ("launch", "read", "in_flight")):
-        raise RequestError("launcher", "an object with launch, read and in_flight, or None", typed(launcher))
-
-
 def check_warm_up(requests: object, sampling: object, plan: Plan) -> int:
     """Check what an engine is to be warmed up for; returns the number of requests.
 

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from ..config.schema import Config
+from ..engine.launcher import Forwarding
 from ..engine.request import measured_params
 from ..errors import ConfigError
-from ..graphs.cycle import Cycle, RingEntry
+from ..graphs.cycle import Cycle
 from ..graphs.programs import Key
 from ..graphs.stages.mailbox import Message
 from ..plan.buffers import Arena
-from .llm import LLM
+from .llm import LLM, generate_through
 from .prompts import Prompt
 
 RELATIVE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -42,27 +43,21 @@ class DiffReport:
     detail: str = ""
 
 
-class ComparingLauncher:
+class ComparingLauncher(Forwarding):
     """A launcher that runs every program on two cycles from one state and compares after every stage."""
 
     def __init__(self, left: Cycle, right: Cycle) -> None:
+        super().__init__(left)
         self.left, self.right = left, right
         self.exact = left.plan.kernels == right.plan.kernels and left.plan.attention == right.plan.attention
         self.launches = 0
         self.report: DiffReport | None = None
 
-    @property
-    def in_flight(self) -> int:
-        return self.left.in_flight
-
-    def read(self, ticket: int) -> RingEntry:
-        return self.left.read(ticket)
-
     def launch(self, key: Key, message: Message) -> int:
         if self.report is None:
             self._compare(key, message)
         self.launches += 1
-        return self.left.launch(key, message)
+        return super().launch(key, message)
 
     def _compare(self, key: Key, message: Message) -> None:
         for shared in message.shared:
@@ -70,8 +65,7 @@ class ComparingLauncher:
         before = self.left.arena.snapshot()
         arenas = (self.left.arena, self.right.arena)
         programs = (self.left.programs[key], self.right.programs[key])
-        mail = torch.zeros(self.left.layout.size, dtype=torch.int64)
-        self.left.layout.encode(message, mail)
+        mail = self.mail(message)
         for arena in arenas:
             arena["mail"].copy_(mail)
             arena.restore(before)
@@ -137,5 +131,5 @@ def diff(config: Config, left: str, right: str, prompt: Prompt, max_tokens: int 
     for side in sides:
         side.warm_up(sampling=params.sampling_class)
     comparing = ComparingLauncher(sides[0].cycle, sides[1].cycle)
-    sides[0].generate(prompt, params, launcher=comparing)
+    generate_through(sides[0], comparing, prompt, params)
     return comparing.report or DiffReport(True, comparing.launches)

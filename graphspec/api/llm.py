@@ -49,7 +49,6 @@ from .arguments import (
     Deadline,
     Priority,
     check_cycles,
-    check_launcher,
     check_progress,
     check_warm_up,
     engine_config,
@@ -257,7 +256,6 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: Params = None,
         progress: Progress | bool | None = None,
-        launcher: Launcher | None = None,
         *,
         sampling_params: Params = None,
         priority: Priority = 0,
@@ -274,8 +272,6 @@ class LLM:
             params: one for all prompts, or one per prompt, each a ``SamplingParams`` or a mapping of its fields; default 128 tokens,
                 sampled as the checkpoint's ``generation_config.json`` says, greedy without one.
             progress: called as ``progress("generate", tokens, most tokens)``.
-            launcher: what launches the programs, default the engine's own cycle; a comparison or a recorder may stand in front of it, and
-                then no other call may be open.
             sampling_params: another name of ``params``.
             priority: the lower, the earlier requests get a row, before those of other calls too; one for all prompts, or one per prompt.
             deadline: seconds after which requests end with what they have, ``finish_reason="deadline"``; the same.
@@ -287,17 +283,18 @@ class LLM:
         Raises:
             RequestError: the single prompt of the call can't be served, or there is not one params object per prompt.
             ResourceError: more requests would wait than ``runtime.max_queued``; the engine is closed, belongs to another process or is
-                called by its own thread (a launcher); or memory ran out.
+                called by its own thread; or memory ran out.
         """
         check_progress(progress)
-        check_launcher(launcher)
         requests = self._requests(prompts, one_of_params(params, sampling_params))
         set_call_options(requests, priority, deadline, cache_salt)
         most = sum(r.budget for r in requests)
-        exclusive = Exclusive(launcher) if launcher is not None else None
-        served = [r for r in requests if r.finish_reason is None]
         changed = (lambda: progress("generate", sum(len(r.output) for r in requests), most)) if callable(progress) else None
-        self._engine.run(served, exclusive=exclusive, changed=changed)
+        return self._finish(requests, changed=changed)
+
+    def _finish(self, requests: list[Request], alone: Exclusive | None = None, changed: Callable[[], None] | None = None) -> list[Output]:
+        """Run requests to their end."""
+        self._engine.run([r for r in requests if r.finish_reason is None], exclusive=alone, changed=changed)
         self._note(requests)
         return self.outputs(requests)
 
@@ -503,3 +500,8 @@ class LLM:
             accepted=[n in path for n in used],
             text_N=[self.token_text(token_N[n]) for n in used],
         )
+
+
+def generate_through(llm: LLM, launcher: Launcher, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[Output]:
+    """:meth:`LLM.generate` with a recorder or a comparison in front of the cycle, while no other call is open. For measurements."""
+    return llm._finish(llm._requests(prompts, params), Exclusive(launcher))  # noqa: SLF001 - no part of the public signature

@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING, Any
 from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
 from rich.text import Text
 
 from ..config.catalog import PLAIN_DECODING, resolve_variant
 from ..config.schema import AdaptiveConfig, Config, KernelsConfig, RuntimeConfig, VariantConfig
 from ..errors import ConfigError, ResourceError
 from ..host.core_wait import CoreWait, busy_caution
-from .draft_tree import draw_tree
+from ..host.terminal import table
+from .inspect import draw_tree
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ..api.llm import LLM
     from ..api.outputs import Output
     from ..engine.request import SamplingParams
@@ -96,14 +98,15 @@ def comparison_table(rows: dict[str, tuple[float, Any]], baseline: str) -> Table
         rows: name -> (tokens per second, metrics with ``cycles``, ``acceptance_length`` and ``accepted_per_position``).
         baseline: the row the ratio refers to.
     """
-    numbers = (Column(heading, justify="right") for heading in ("tokens/s", f"x {baseline}", "cycles", "tokens/cycle"))
-    table = Table("variant", *numbers, "accepted by depth", title="decoding speed", title_justify="left")
-    for name, (speed, metrics) in rows.items():
-        positions = " ".join(f"{share:.2f}" for share in metrics.accepted_per_position) or "-"
-        table.add_row(
-            name, f"{speed:.1f}", f"{speed / rows[baseline][0]:.2f}", str(metrics.cycles), f"{metrics.acceptance_length:.2f}", positions
+    cells = [
+        (
+            name, f"{speed:.1f}", f"{speed / rows[baseline][0]:.2f}", str(metrics.cycles), f"{metrics.acceptance_length:.2f}",
+            " ".join(f"{share:.2f}" for share in metrics.accepted_per_position) or "-",
         )
-    return table
+        for name, (speed, metrics) in rows.items()
+    ]  # fmt: skip
+    headings = ("variant", "tokens/s", f"x {baseline}", "cycles", "tokens/cycle", "accepted by depth")
+    return table("decoding speed", headings, cells, ("variant", "accepted by depth"))
 
 
 def run_demo(config: Config, prompt: str, console: Console | None = None, notes: Console | None = None) -> None:
@@ -114,9 +117,6 @@ def run_demo(config: Config, prompt: str, console: Console | None = None, notes:
 
     Args:
         config: of the engine that is compared with plain decoding.
-        prompt: what is continued.
-        console: for text, tree and table; default stdout.
-        notes: says what is being compiled; default stderr.
 
     Raises:
         ConfigError: the configured variant does not speculate.

@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Column, Table
 from rich.text import Text
+from rich.tree import Tree
 
-from ..errors import spell_bytes
-from .draft_tree import draw_tree
+from ..errors import ResourceError, spell_bytes
+from ..host.terminal import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from rich.table import Table
+
     from ..api.llm import LLM
+    from ..api.outputs import TreeSnapshot
     from ..graphs.capture import CaptureRecord
     from ..graphs.memory import MemoryPlan
 
@@ -46,51 +49,62 @@ def spelled_ends(llm: LLM) -> list[str]:
 
 def plan_table(described: Mapping[str, object]) -> Table:
     """Every number of the plan, and how decoder layers run."""
-    table = Table("key", "value", title="plan", title_justify="left")
-    for key, value in described.items():
-        table.add_row(key, Text(str(value)))
-    return table
+    return table("plan", ("key", "value"), ((key, str(value)) for key, value in described.items()), ("key", "value"))
 
 
 def buckets_table(buckets: Sequence[int], nodes: int, accept_width: int) -> Table:
     """Nodes that one cycle of each bucket verifies, and tokens that it can commit."""
-    headings = (Column(heading, justify="right") for heading in ("lanes", "verify rows", "most tokens per cycle"))
-    table = Table(*headings, title="buckets", title_justify="left")
-    for lanes in buckets:
-        table.add_row(str(lanes), str(lanes * nodes), str(lanes * accept_width))
-    return table
+    rows = ((str(lanes), str(lanes * nodes), str(lanes * accept_width)) for lanes in buckets)
+    return table("buckets", ("lanes", "verify rows", "most tokens per cycle"), rows)
 
 
 def slots_table(slots: Iterable[tuple[str, Sequence[int], object, int]]) -> Table:
     """Name, shape, dtype and bytes of each static buffer, and their sum."""
-    table = Table(title="slots", title_justify="left", show_footer=True)
-    rows = list(slots)
-    table.add_column("name", footer=f"{len(rows)} slots")
-    table.add_column("shape")
-    table.add_column("dtype")
-    table.add_column("bytes", justify="right", footer=spell_bytes(sum(row[3] for row in rows)))
-    for name, shape, dtype, size in rows:
-        table.add_row(name, Text("[" + ", ".join(map(str, shape)) + "]"), str(dtype).removeprefix("torch."), spell_bytes(size))
-    return table
+    slots = list(slots)
+    rows = [
+        (name, "[" + ", ".join(map(str, shape)) + "]", str(dtype).removeprefix("torch."), spell_bytes(size))
+        for name, shape, dtype, size in slots
+    ]
+    footers = (f"{len(rows)} slots", "", "", spell_bytes(sum(size for *_, size in slots)))
+    return table("slots", ("name", "shape", "dtype", "bytes"), rows, ("name", "shape", "dtype"), footers=footers)
 
 
 def memory_table(memory: MemoryPlan) -> Table:
     """Memory that the engine holds, line by line, and its budget."""
-    table = Table(title="memory", title_justify="left", show_footer=True)
-    table.add_column("what", footer=f"{spell_bytes(memory.budget)} allowed: {memory.fraction:g} of {spell_bytes(memory.available)}")
-    table.add_column("bytes", justify="right", footer=spell_bytes(memory.total))
-    for line in memory.lines:
-        table.add_row(line.name, ("~" if line.estimate else "") + spell_bytes(line.size))
-    table.add_row(f"(largest num_pages that fits: {memory.largest_num_pages})", f"{spell_bytes(memory.page_bytes)} a page")
-    return table
+    rows = [(line.name, ("~" if line.estimate else "") + spell_bytes(line.size)) for line in memory.lines]
+    rows.append((f"(largest num_pages that fits: {memory.largest_num_pages})", f"{spell_bytes(memory.page_bytes)} a page"))
+    allowed = f"{spell_bytes(memory.budget)} allowed: {memory.fraction:g} of {spell_bytes(memory.available)}"
+    return table("memory", ("what", "bytes"), rows, ("what",), footers=(allowed, spell_bytes(memory.total)))
 
 
 def programs_table(records: Iterable[CaptureRecord]) -> Table:
     """Seconds and bytes of building each program."""
-    headings = (Column(heading, justify="right") for heading in ("warm-up", "capture", "graph memory"))
-    table = Table("program", *headings, title="programs", title_justify="left")
-    for record in records:
-        capture = "-" if record.capture_seconds is None else f"{record.capture_seconds:.2f} s"
-        held = "-" if record.pool_bytes is None else spell_bytes(record.pool_bytes)
-        table.add_row(record.name, f"{record.warm_up_seconds:.2f} s", capture, held)
-    return table
+    rows = (
+        (
+            record.name,
+            f"{record.warm_up_seconds:.2f} s",
+            "-" if record.capture_seconds is None else f"{record.capture_seconds:.2f} s",
+            "-" if record.pool_bytes is None else spell_bytes(record.pool_bytes),
+        )
+        for record in records
+    )
+    return table("programs", ("program", "warm-up", "capture", "graph memory"), rows, ("program",))
+
+
+def draw_tree(snapshot: TreeSnapshot) -> Tree:
+    """One speculated tree: the root on top, ``+`` and green where the target agreed. Nodes that hold no draft are left out.
+
+    Raises:
+        ResourceError: a node's parent does not come before it.
+    """
+    branches: dict[int, Tree] = {}
+    for node, parent in enumerate(snapshot.parent_N):
+        text, accepted = snapshot.text_N[node], snapshot.accepted[node]
+        label = Text(f"{'+' if accepted or node == 0 else '-'} {text!r}", style="bold green" if accepted or node == 0 else "dim")
+        if node == 0:
+            branches[0] = Tree(label, guide_style="dim")
+        elif snapshot.token_N[node] >= 0:
+            if parent not in branches:
+                raise ResourceError(f"parent_N[{node}]", "a node before it", parent)
+            branches[node] = branches[parent].add(label)
+    return branches[0]

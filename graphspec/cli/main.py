@@ -443,7 +443,7 @@ COMMANDS: dict[str, Command] = {
         """\
   workload=held_out|random|file     the requests: workload.batch=1 workload.requests=8 workload.input_tokens=64 workload.output_tokens=128
   baseline=none                     none, self, hf, hf_assisted, hf_lookup, openai (url=ADDRESS), or a list: baseline=[none,hf]
-  profile.rounds=5 profile.structured_rows=0 profile.trace=FILE results=FOLDER format=text|json
+  profile.rounds=5 profile.trace=FILE results=FOLDER format=text|json
   --multirun variant.num_steps=2,4  one case after the other, each in processes of its own
 
   graphspec profile experiment=demo_tree baseline=[none,hf]""",

@@ -109,8 +109,6 @@ class ProfileConfig:
     """All sides stay loaded and take turns round by round; false: one after the other, for models that fit once only."""
     stages: bool = True
     """Also time every stage of the cycle, in a separate run."""
-    structured_rows: int = 0
-    """Also measure what the other rows of a batch pay while this many follow a grammar (extra grammar); 0: don't."""
     generations: int = 1
     """Generations recorded cycle by cycle for the tree viewer of ``graphspec report``."""
     trace: str | None = None
@@ -130,7 +128,6 @@ class ProfileConfig:
         check_fields(self, "profile", paths=("trace", "assistant"))
         in_range("profile.rounds", self.rounds, 1, MAX_ROUNDS)
         in_range("profile.warm_up_seconds", self.warm_up_seconds, 0, MOST)
-        in_range("profile.structured_rows", self.structured_rows, 0, MAX_ROWS)
         in_range("profile.generations", self.generations, 0, MAX_ROUNDS)
         one_of("profile.api_prompts", self.api_prompts, API_PROMPTS)
         in_range("profile.timeout_seconds", self.timeout_seconds, LEAST, MOST)
@@ -247,8 +244,6 @@ class LaunchConfig(Config):
         check("system", self.system is None or self.chat, "null without chat=true", self.system)
         for name in self.baseline:
             check("baseline", name in BASELINES, "one of " + ", ".join(BASELINES) + ", or a list of them", repr(name))
-        rows, batch = self.profile.structured_rows, self.workload.batch
-        check("profile.structured_rows", rows in range(batch), f"fewer than workload.batch = {batch}, so that other rows are left", rows)
         check("url", "openai" not in self.baseline or self.url is not None, "the server's address with baseline=openai", None)
         named = self.url is None or self.url.startswith(("http://", "https://"))
         check("url", named, "an address such as http://localhost:8000/v1", repr(self.url))

@@ -9,7 +9,7 @@ import io
 import json
 import re
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from importlib import resources
@@ -20,7 +20,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
@@ -38,6 +38,7 @@ VERSION_BASE = "1.3"
 HYDRA_ERRORS = (HydraException, OmegaConfBaseException, ValueError, OSError, RecursionError)
 """Exceptions that Hydra, its parser and OmegaConf raise for invalid arguments."""
 NO_INTERPOLATION = "a value without ${...}: nothing is looked up in other keys or in the environment"
+SWEEP = "several values are a sweep: add --multirun; a list is [a,b]"
 FILE_EXPERIMENT = "from_file"
 """Name under which an experiment given as a file is registered."""
 
@@ -77,11 +78,7 @@ def load_config(*overrides: str) -> LaunchConfig:
 
 
 def to_launch_config(composed: DictConfig, prompts: Sequence[str] = ()) -> LaunchConfig:
-    """The typed object of a composed config; every ``__post_init__`` check runs here.
-
-    Raises:
-        ConfigError: a value out of range.
-    """
+    """The typed object of a composed config; every ``__post_init__`` check runs here."""
     refuse_interpolations(composed)
     try:
         config = OmegaConf.to_object(composed)
@@ -96,11 +93,7 @@ def to_launch_config(composed: DictConfig, prompts: Sequence[str] = ()) -> Launc
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Refuse interpolations in arguments; :func:`refuse_interpolations` does it for files.
-
-    Raises:
-        ConfigError: ``${...}`` in an override; names its key.
-    """
+    """Refuse interpolations in arguments; :func:`refuse_interpolations` does it for files."""
     for word in words:
         key, _, value = word.partition("=")
         if "${" in word:
@@ -108,11 +101,7 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def refuse_interpolations(composed: DictConfig) -> None:
-    """Refuse interpolations in files: a value is what was written, never looked up in other keys or the environment.
-
-    Raises:
-        ConfigError: ``${...}`` in a value; names its key.
-    """
+    """Refuse interpolations in files: a value is what was written, never looked up in other keys or the environment."""
 
     def search(key: str, value: object) -> None:
         if isinstance(value, str) and "${" in value:
@@ -130,9 +119,6 @@ def check_flag(key: str, value: object) -> None:
     Args:
         key: of the configuration; empty: its root.
         value: what it is set to; a mapping holds keys below it.
-
-    Raises:
-        ConfigError: neither true nor false for such a key.
     """
     parent, _, leaf = key.rpartition(".")
     schema = _schema_of(parent)
@@ -143,11 +129,7 @@ def check_flag(key: str, value: object) -> None:
 
 
 def sort_words(words: Sequence[str]) -> list[str]:
-    """Overrides first, then Hydra's flags with their values, since Hydra accepts overrides in one place only.
-
-    Raises:
-        ConfigError: a flag that Hydra does not have, which it would end the process for, or a word that is no override.
-    """
+    """Overrides first, then Hydra's flags with their values, since Hydra accepts overrides in one place only."""
 
     def refuse(message: str) -> NoReturn:
         flag = re.search(r"--([\w-]+)", message)
@@ -165,22 +147,14 @@ def sort_words(words: Sequence[str]) -> list[str]:
 
 
 def refuse_bare_words(overrides: Sequence[str]) -> None:
-    """Refuse words that set nothing, such as a prompt without ``prompt=``.
-
-    Raises:
-        ConfigError: a word without ``=``.
-    """
+    """Refuse words that set nothing, such as a prompt without ``prompt=``."""
     for word in overrides:
         if "=" not in word and not word.startswith("~"):
             raise ConfigError("arguments", "overrides such as sampling.max_tokens=64", repr(cut(word)), "a prompt is prompt=TEXT")
 
 
 def split_prompts(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Take ``prompt=`` out of Hydra's arguments, since its grammar interprets brackets, commas, quotes and dollars.
-
-    Raises:
-        ConfigError: text in brackets that is not a JSON list of strings, or more than one ``prompt=``.
-    """
+    """Take ``prompt=`` out of Hydra's arguments, since its grammar interprets brackets, commas, quotes and dollars."""
     given = [word.removeprefix("prompt=") for word in words if word.startswith("prompt=")]
     rest = [word for word in words if not word.startswith("prompt=")]
     if len(given) > 1:
@@ -200,11 +174,7 @@ def split_prompts(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def take_experiment_file(words: Sequence[str]) -> list[str]:
-    """``experiment=FILE.yaml`` becomes a choice of the group, so that an experiment may lie anywhere; ``graphspec tune`` writes such files.
-
-    Raises:
-        ConfigError: the file can't be read, or is no YAML mapping.
-    """
+    """``experiment=FILE.yaml`` becomes a choice of the group, so that an experiment may lie anywhere."""
     taken = []
     for word in words:
         name = word.removeprefix("experiment=")
@@ -282,47 +252,36 @@ def register_schema() -> None:
 
 
 def explain(error: Exception, words: Sequence[str]) -> ConfigError:
-    """One error (key, expected, found) for an exception of Hydra or OmegaConf."""
-    if isinstance(error, OverrideParseException):
-        return ConfigError(cut(error.override), "an override such as sampling.max_tokens=64", "words Hydra can't parse", _first_line(error))
+    """The key that an exception of Hydra or OmegaConf is about, what it takes, and a hint; else Hydra's own words."""
+    groups = config_groups()
     group, _, choice = str(getattr(error, "missing_cfg_file", None) or "").partition("/")
-    if group in config_groups():
-        choices = config_groups()[group]
-        if choice in choices:  # the catalog has it
+    if group in groups:
+        if choice in groups[group]:  # the catalog has it
             file = resources.files(CONFIG_MODULE) / group / f"{choice}.yaml"
             return ConfigError(f"{group}={choice}", f"the file {file}, with the line name: {choice}", "no such file")
-        hint = _one_choice(choice) or closest(choice, choices)
+        hint = SWEEP if "," in choice else closest(choice, groups[group])
         if group == "model":
-            hint = f"{hint} " * bool(hint) + "a checkpoint is model=./folder, or model=org/name of the Hugging Face Hub"
-        return ConfigError(group, choices, repr(choice.removesuffix(".yaml")), hint)
-    if str(error).startswith("Ambiguous value for argument"):
-        word = next((word for word in words if f"'{word}'" in str(error)), "")
-        key, _, value = word.partition("=")
-        return ConfigError(key, "one value", cut(value), _one_choice(value))
-    launcher = re.search(r"Could not find 'hydra/launcher/(\w+)'", str(error))
-    if launcher is not None:
-        package = f"hydra-{launcher[1].split('_')[0]}-launcher"
-        return ConfigError("hydra/launcher", "one that is installed", repr(launcher[1]), f"pip install {package}")
-    full_key = next((key for key in (getattr(e, "full_key", None) for e in _chain(error)) if key), None)
+            hint = f"{hint} a checkpoint is model=./folder, or model=org/name of the Hugging Face Hub".lstrip()
+        return ConfigError(group, groups[group], repr(choice.removesuffix(".yaml")), hint)
+    full_key = next((key for one in _chain(error) if (key := getattr(one, "full_key", None))), None)
     if full_key is None:
-        for group, value in (word.split("=", 1) for word in words if "=" in word):
-            choices = config_groups().get(group, (value,))
-            if value not in choices:
-                return ConfigError(group, choices, repr(value))
-        culprit = next((word for word in words if not _parses(word)), " ".join(words) or CONFIG_NAME)
-        return ConfigError(cut(culprit), "words that make a configuration", _first_line(error))
-    parent, _, leaf = full_key.rpartition(".")
-    schema = _schema_of(parent)
-    if schema is None:
+        odd = (word for word in words if f"'{word}'" in str(error) or not _parses(word, groups))
+        word = getattr(error, "override", None) or next(odd, " ".join(words) or CONFIG_NAME)
+        key, _, value = word.partition("=")
+        launcher = re.search(r"Could not find 'hydra/launcher/([^_']+)", str(error))
+        hint = f"pip install hydra-{launcher[1]}-launcher" if launcher else SWEEP if "," in value else ""
+        return ConfigError(cut(word), groups.get(key) or "words that make a configuration", _first_line(error), hint)
+    while (schema := _schema_of(full_key.rpartition(".")[0])) is None:
         # An entry of a mapping: report the mapping, a key that the user knows.
-        full_key = parent
-        parent, _, leaf = full_key.rpartition(".")
-        schema = _schema_of(parent)
-    found = next((word for word in words if word.startswith(full_key + "=")), full_key)
-    hints = typing.get_type_hints(schema) if schema else {}
-    if leaf in hints:
-        return ConfigError(full_key, _spell(hints[leaf]), found)
-    return ConfigError(full_key, sorted(hints) or "a key of the configuration", found, hint_for_path(full_key, _all_keys(LaunchConfig)))
+        full_key = full_key.rpartition(".")[0]
+    found, hints = next((word for word in words if word.startswith(full_key + "=")), full_key), typing.get_type_hints(schema)
+    annotation = hints.get(full_key.rpartition(".")[2])
+    if annotation is None:
+        return ConfigError(full_key, sorted(hints), found, hint_for_path(full_key, _all_keys(LaunchConfig)))
+    if isinstance(annotation, type) and is_dataclass(annotation):
+        names = ", ".join(f.name for f in fields(annotation))
+        return ConfigError(full_key, f"one of its keys ({names}) or a choice of the group", found)
+    return ConfigError(full_key, spell_type(annotation), found)
 
 
 @contextmanager
@@ -339,12 +298,13 @@ def _private_hydra() -> Iterator[None]:
         GlobalHydra.instance().hydra = before
 
 
-def _parses(word: str) -> bool:
+def _parses(word: str, groups: Mapping[str, Sequence[str]]) -> bool:
+    """Whether Hydra can parse a word, and a group that it sets has the choice."""
     try:
-        OverridesParser.create().parse_override(word)
+        override = OverridesParser.create().parse_override(word)
     except HYDRA_ERRORS:
         return word.startswith("-")
-    return True
+    return override.value() in groups.get(override.key_or_group, (override.value(),))
 
 
 def _schema_of(dotted: str) -> type | None:
@@ -354,11 +314,7 @@ def _schema_of(dotted: str) -> type | None:
         if not (isinstance(found, type) and is_dataclass(found)):
             return None
         schema = found
-    return schema if fields(schema) else None
-
-
-def _one_choice(text: str) -> str:
-    return "several values are a sweep: add --multirun; a list is [a,b]" if "," in text else ""
+    return schema
 
 
 def _all_keys(schema: type, group: str = "") -> list[str]:
@@ -369,12 +325,6 @@ def _all_keys(schema: type, group: str = "") -> list[str]:
         if isinstance(annotation, type) and is_dataclass(annotation):
             keys += _all_keys(annotation, f"{group}{name}.")
     return keys
-
-
-def _spell(annotation: object) -> str:
-    if isinstance(annotation, type) and is_dataclass(annotation):
-        return "one of its keys (" + ", ".join(f.name for f in fields(annotation)) + ") or a choice of the group"
-    return spell_type(annotation)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -19,7 +19,7 @@ from rich.console import Console
 from graphspec.api.outputs import Metrics, Output, StreamEvent, TreeSnapshot
 from graphspec.cli import inspect
 from graphspec.cli import main as cli
-from graphspec.cli.draft_tree import draw_tree
+from graphspec.cli.inspect import draw_tree
 from graphspec.config.catalog import VARIANTS
 from graphspec.errors import ConfigError, RequestError, ResourceError
 from graphspec.graphs.capture import CaptureRecord

@@ -95,8 +95,8 @@ def test_standard_input_that_is_no_text() -> None:
 
 
 def test_what_the_terminal_has_no_code_for_is_shown_as_an_escape() -> None:
-    code = "from graphspec.cli import main as cli\n"
-    code += "cli.COMMANDS['convert'] = cli.Command(lambda words: print(*words) or 0, '', '', True)\ncli.main()"
+    echo = "cli.COMMANDS['convert'] = cli.Command(lambda words: print(*words) or 0, '', '', True)"
+    code = f"from graphspec.cli import main as cli\n{echo}\ncli.main()"
     done = shell("convert", "é", code=code, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stdout, done.stderr) == (0, b"\\xe9\n", b"")
 
@@ -287,7 +287,7 @@ def test_overrides_stand_on_both_sides_of_a_flag(target: Path, capsys: Any) -> N
 
 
 def test_an_extra_is_installed_by_the_packages_it_brings(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert re.fullmatch(r"pip install 'starlette\S+' 'uvicorn\S+' 'prometheus-client\S+'", install_hint("serve"))
+    assert re.fullmatch(r"pip install 'pydantic\S+' 'starlette\S+' 'uvicorn\S+' 'prometheus-client\S+'", install_hint("serve"))
     assert re.fullmatch(r"pip install 'xgrammar\S+'", install_hint("grammar"))
 
     def without_metadata(_: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from graphspec.api.llm import LLM, SamplingParams
+from graphspec.api.llm import LLM, SamplingParams, generate_through
 from graphspec.drafters.dflash.facts import default_layers, read_dflash_facts
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.facts import read_model_facts
@@ -136,7 +136,7 @@ def test_every_cycle_drafts_what_the_equations_draft(pair: Pair, drafts: Any, na
     llm = draft.llm(pair, num_steps=4, topk=15, num_draft_tokens=16, page_size=4, draft_noise="none")
     prompt = prompts(1, (9,), VOCAB_SIZE)[0]
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.7, seed=5)
-    known = [*prompt, *llm.generate(prompt, params, launcher=Trees(llm))[0].token_ids]
+    known = [*prompt, *generate_through(llm, Trees(llm), prompt, params)[0].token_ids]
     at, lengths = len(prompt), set()
     for tree in trees:
         drafted = prefixes(tree)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from graphspec.api.llm import LLM, SamplingParams
+from graphspec.api.llm import LLM, SamplingParams, generate_through
 from graphspec.drafters.p_eagle.facts import read_p_eagle_facts
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.facts import read_model_facts
@@ -79,7 +79,7 @@ def test_every_cycle_drafts_what_the_equations_draft(pair: Pair, heads: Any) -> 
     raw = heads["reduced"].tensors
     llm = heads["reduced"].llm(pair, **CHAIN, page_size=4)
     prompt, watch, steps = prompts(1, (9,), VOCAB_SIZE)[0], Watch(llm), CHAIN["num_steps"]
-    known = [*prompt, *llm.generate(prompt, SamplingParams(max_tokens=30, ignore_eos=True), launcher=watch)[0].token_ids]
+    known = [*prompt, *generate_through(llm, watch, prompt, SamplingParams(max_tokens=30, ignore_eos=True))[0].token_ids]
     at, lengths = len(prompt), set()
     for nodes in watch.nodes:
         assert nodes[1:] == marginals(pair, raw, known[: at + 1], steps).argmax(-1).tolist(), f"root at {at}"

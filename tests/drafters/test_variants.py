@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphspec.api.llm import LLM, SamplingParams
+from graphspec.api.llm import LLM, SamplingParams, generate_through
 from graphspec.graphs.cycle import RingEntry
 from graphspec.graphs.programs import Key
 from graphspec.graphs.stages.mailbox import Message
@@ -202,7 +202,7 @@ def test_drafts_are_those_of_the_network_without_a_cache(family: Family, name: s
     prompt = prompts(1, (length,), VOCAB_SIZE, seed=length)[0]
     watch = Watch(llm)
     with torch.no_grad():
-        output = llm.generate(prompt, SamplingParams(max_tokens=26, ignore_eos=True), launcher=watch)[0]
+        output = generate_through(llm, watch, prompt, SamplingParams(max_tokens=26, ignore_eos=True))[0]
         known = [*prompt, *output.token_ids]
         at, lengths = len(prompt), set()
         for nodes in watch.nodes:

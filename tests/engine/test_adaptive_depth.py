@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphspec.api.llm import LLM, SamplingParams
+from graphspec.api.llm import LLM, SamplingParams, generate_through
 from graphspec.api.outputs import summarise
 from graphspec.config.schema import AdaptiveConfig
 from graphspec.engine.depth import AdaptiveDepth
@@ -103,7 +103,7 @@ def test_no_depth_changes_a_token(
     for seed in range(2):
         policy = llm.depth_policy = RandomDepth(llm.plan, seed)
         before = len(launcher.keys)
-        outputs = llm.generate(prompt, params, launcher=launcher)
+        outputs = generate_through(llm, launcher, prompt, params)
         assert ids(outputs) == plain["misses" if name == "eagle3" else "family"]
         assert [depth for _, depth, _ in policy.reported] == [key.shape.num_steps for key in launcher.keys[before:]], (
             "in the order of launch"
@@ -141,7 +141,7 @@ def test_after_any_pause_the_drafter_is_as_right_as_before(twin: Pair, shape: di
     llm.depth_policy = ScriptedDepth([steps, steps, *[0] * pause, steps])
     launcher = Launches(llm.cycle)
     prompt_ids = prompts(2, lengths=(5, 11))
-    outputs = llm.generate(prompt_ids, SamplingParams(max_tokens=55, ignore_eos=True), launcher=launcher)
+    outputs = generate_through(llm, launcher, prompt_ids, SamplingParams(max_tokens=55, ignore_eos=True))
     assert ids(outputs) == [twin.greedy(prompt, 55, ignore_eos=True) for prompt in prompt_ids]
     capacity, accept = llm.plan.window_capacity, llm.plan.accept_width
     # Plain cycles on top of the last run fill the window; from a caught-up one there is room for one less than it holds.
@@ -434,7 +434,7 @@ def test_an_engine_adapts_by_itself(misses: Pair, plain: dict[str, list[list[int
     cheap = {bucket: {0: 0.01, 1: 1.0, 3: 1.0} for bucket in (1, 2, 3)}
     llm = misses.llm(**TREE, depths=[0, 1], backlog=8, max_rows=3, buckets=[1, 2, 3], times=cheap, rates=[0.5])
     launcher = Launches(llm.cycle)
-    assert ids(llm.generate(*workload(), launcher=launcher)) == plain["misses"]
+    assert ids(generate_through(llm, launcher, *workload())) == plain["misses"]
     assert sum(key.shape.num_steps == 0 for key in launcher.keys) > 0.9 * len(launcher.keys)
     tree = llm.draft_tree(prompts(1)[0], cycles=2)
     assert max(tree.depth_N) == 3 and len(tree.token_N) == 10, "a tree is shown whatever pays"
@@ -464,7 +464,7 @@ def test_compiled_depths_change_no_token(misses: Pair) -> None:
     compiled = llm.cycle.compilations.graphs
     llm.depth_policy = RandomDepth(llm.plan)
     prompt_ids, launcher = prompts(3), Launches(llm.cycle)
-    assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=LENGTH), launcher=launcher)) == [
+    assert ids(generate_through(llm, launcher, prompt_ids, SamplingParams(max_tokens=LENGTH))) == [
         misses.greedy(p, LENGTH) for p in prompt_ids
     ]
     assert launcher.depths == {-1, 0, 2} and llm.cycle.compilations.graphs == compiled

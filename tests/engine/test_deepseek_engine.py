@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from graphspec import LLM, SamplingParams
+from graphspec.api.llm import generate_through
 from tests.drafters.test_variants import Watch
 from tests.support.checkpoints import VOCAB_SIZE, eagle3_tensors, write_eagle3
 from tests.support.engines import ids, prompts
@@ -157,7 +158,7 @@ def test_trees_are_those_of_the_head_without_a_cache(targets: Any, shape: dict[s
     llm = LLM(path, variant="mtp", **shape, **SMALL, page_size=4, max_rows=1)
     prompt = prompts(1, (length,), VOCAB_SIZE, seed=length)[0]
     watch = WatchTree(llm)
-    output = llm.generate(prompt, SamplingParams(max_tokens=22, ignore_eos=True), launcher=watch)[0]
+    output = generate_through(llm, watch, prompt, SamplingParams(max_tokens=22, ignore_eos=True))[0]
     known, at, runs = [*prompt, *output.token_ids], len(prompt), set()
     for token_N, parent_N in watch.nodes:
         assert token_N[0] == known[at]

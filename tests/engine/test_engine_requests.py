@@ -278,7 +278,6 @@ def test_arguments_of_a_call_are_checked(pair: Pair) -> None:
     llm = pair.llm(**CHAIN, max_context=20)
     calls: list[tuple[str, Any]] = [
         ("progress: expected a function", lambda: llm.generate([1], progress=5)),  # type: ignore[arg-type]
-        ("launcher: expected an object with launch", lambda: llm.generate([1], launcher=5)),  # type: ignore[arg-type]
         ("sampling.max_token: .*did you mean max_tokens", lambda: llm.generate([1], {"max_token": 3})),
         ("params: expected a SamplingParams", lambda: next(llm.stream([1], 3))),  # type: ignore[arg-type]
         ("prompts: expected a text", lambda: next(llm.stream(None))),  # type: ignore[arg-type]

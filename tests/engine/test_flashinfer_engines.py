@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from graphspec.api.diff import diff
-from graphspec.api.llm import LLM
+from graphspec.api.llm import LLM, generate_through
 from graphspec.config.schema import Config, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.engine import kernel_choice
 from graphspec.engine.request import SamplingParams
@@ -199,7 +199,7 @@ def test_changing_depths_and_catching_up(
     expected = ids(engine(deepseek, attention="auto", **keys).generate(prompt_ids, params))
     llm = engine(deepseek, **keys)
     launches = Launches(llm.cycle)
-    assert ids(llm.generate(prompt_ids, params, launcher=launches)) == expected
+    assert ids(generate_through(llm, launches, prompt_ids, params)) == expected
     assert launches.depths == {-1, 0, 2, 3} and {tokens for _, tokens in stand_ins.runs} == served
     (catching_up,) = (p for key, p in llm.cycle.programs.items() if key == llm.plan.key(2, GREEDY, catch_up=True))
     (stage,) = (stage for stage in catching_up.stages if stage.name == "catch_up")

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphspec.api.async_llm import AsyncLLM
-from graphspec.api.llm import SamplingParams
+from graphspec.api.llm import SamplingParams, generate_through
 from graphspec.errors import ConfigError
 from graphspec.graphs.cycle import RingEntry
 from graphspec.graphs.programs import Key, PrefillKey
@@ -262,7 +262,7 @@ def test_every_face_keeps_two_cycles_in_flight(pair: Pair, face: str) -> None:
     run: dict[str, Callable[[], Any]] = {
         "generate": lambda: llm.generate(prompt_ids, params),
         "stream": lambda: list(llm.stream(prompt_ids, params)),
-        "a launcher in front": lambda: llm.generate(prompt_ids, params, launcher=llm.cycle),
+        "a launcher in front": lambda: generate_through(llm, llm.cycle, prompt_ids, params),
         "async": lambda: asyncio.run(stream()),
     }
     run[face]()

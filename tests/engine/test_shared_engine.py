@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from graphspec.api.llm import LLM, SamplingParams
+from graphspec.api.llm import LLM, SamplingParams, generate_through
 from graphspec.api.outputs import StreamEvent
 from graphspec.engine.engine import Engine
 from graphspec.errors import ResourceError
@@ -179,13 +179,13 @@ def test_exclusive_calls_are_refused_while_others_are_open(pair: Pair) -> None:
     found: dict[int, list[int]] = {}
     event = next(stream)
     found[event.index] = list(event.token_ids)
-    for alone in (lambda: llm.draft_tree(prompt_ids[0]), lambda: llm.generate(prompt_ids, PARAMS, launcher=llm.cycle)):
+    for alone in (lambda: llm.draft_tree(prompt_ids[0]), lambda: generate_through(llm, llm.cycle, prompt_ids, PARAMS)):
         with pytest.raises(ResourceError, match=r"engine: expected no other open call during an exclusive one, found 2 requests"):
             alone()
     collect(stream, found)
     assert [found[i] for i in range(2)] == expected(pair, prompt_ids)
     assert llm.draft_tree(prompt_ids[0]).token_N
-    assert ids(llm.generate(prompt_ids, PARAMS, launcher=llm.cycle)) == expected(pair, prompt_ids)
+    assert ids(generate_through(llm, llm.cycle, prompt_ids, PARAMS)) == expected(pair, prompt_ids)
     assert_idle(llm)
 
 
@@ -205,7 +205,7 @@ def test_a_call_from_inside_a_step_is_refused(pair: Pair) -> None:
             return llm.cycle.launch(key, message)
 
     refused: list[Any] = []
-    assert ids(llm.generate(prompt_ids, PARAMS, launcher=Calling())) == expected(pair, prompt_ids)
+    assert ids(generate_through(llm, Calling(), prompt_ids, PARAMS)) == expected(pair, prompt_ids)
     assert len(refused) > 4
     inner: list[list[list[int]]] = []
 

@@ -20,8 +20,7 @@ from graphspec.lab.measure.open_loop import arrivals, describe, figures, gaps_wh
 from graphspec.lab.measure.results import read_results
 from graphspec.lab.measure.sides import SideConfig, plain_config, sides_of
 from graphspec.lab.measure.workload import make_workload
-from graphspec.lab.report.numbers import spell
-from graphspec.lab.report.tables import loads
+from graphspec.lab.report.tables import loads, spell
 from graphspec.lab.tune.command import check as check_tune
 from tests.support.engines import Pair, add_tokenizer, mirror_pair
 from tests.support.profile import launch

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from graphspec.lab.measure import results
 from graphspec.lab.report import charts, cycle_charts, speed_charts
-from graphspec.lab.report import numbers as spelling
+from graphspec.lab.report import tables as spelling
 from tests.support.report_page import WEB, Document, charts_of, render
 from tests.support.report_records import provenance, ratio, read, records, side
 

@@ -15,10 +15,11 @@ from graphspec.config.catalog import resolve_variant
 from graphspec.config.compose import load_config
 from graphspec.lab.floor import FloorModel, Hardware
 from graphspec.lab.predict import calibration
-from graphspec.lab.predict.advice import free_width, predict
+from graphspec.lab.predict.advice import Outlook
 from graphspec.lab.predict.calibration import engine_of, network_calls, timed_shapes
 from graphspec.lab.predict.passes import Curve, PassTimes, TimedCycle, read_curves
 from graphspec.shapes import PLAIN, CycleShape
+from perf.plan_error import least
 from tests.support.plans import draft_facts, model_facts
 
 EAGLE3 = resolve_variant("eagle3")
@@ -36,7 +37,7 @@ TRUTH = PassTimes(CURVES, (0.2, 0.08, 0.3, 0.5), (), 1e9, "known")
 
 def cycle(shape: CycleShape, batch: int, context: int = 40) -> TimedCycle:
     """One that takes exactly as long as :data:`TRUTH` has it."""
-    return TimedCycle(shape, batch, context, predict(MODEL, shape, batch, context, HARDWARE, TRUTH).cycle_ms)
+    return TimedCycle(shape, batch, context, Outlook(MODEL, context, HARDWARE, TRUTH).predict(shape, batch).cycle_ms)
 
 
 def test_between_points_and_past_them() -> None:
@@ -45,7 +46,7 @@ def test_between_points_and_past_them() -> None:
     assert [curve.at(4, context) for context in (0, 10, 60, 110, 210)] == pytest.approx([1.5, 1.5, 2.5, 3.5, 5.5])
     alone = Curve((2,), ((3.0,),))
     assert alone.at(9, 500) == 3.0
-    assert alone.least([alone, Curve((2,), ((2.5,),))]).times == ((2.5,),)
+    assert least([alone, Curve((2,), ((2.5,),))]).times == ((2.5,),)
 
 
 def test_a_cycle_is_its_passes_and_what_is_beyond_them() -> None:
@@ -57,7 +58,7 @@ def test_a_cycle_is_its_passes_and_what_is_beyond_them() -> None:
     assert TRUTH.milliseconds(extend, HARDWARE) == pytest.approx(0.2 + 0.3 * 2 / 15 + 0.1 + 0.05 + 0.15 * 2 / 15)
     assert TRUTH.milliseconds(steps, HARDWARE) == pytest.approx(0.2 + 0.3 / 15 + 0.1 + 0.3 / 15)
     logits = sum(cost.parts["logits"] for cost in (extend, steps, verify)) / 1e6
-    prediction = predict(MODEL, shape, 1, 10, HARDWARE, TRUTH)
+    prediction = Outlook(MODEL, 10, HARDWARE, TRUTH).predict(shape, 1)
     assert prediction.cycle_ms - sum(stage.ms for stage in prediction.stages) == pytest.approx(0.2 + 2 * 0.08 + 0.3 + 0.5 * logits)
 
 
@@ -67,8 +68,8 @@ def test_other_shapes_follow_from_those_that_were_timed() -> None:
     found = PassTimes.fit(MODEL, CURVES, timed, 1e9, "fitted")
     assert found.beyond == pytest.approx(TRUTH.beyond)
     for shape, batch in ((PLAIN, 8), (CycleShape(5, 1, 6), 1), (CycleShape(5, 4, 16), 4)):
-        ms = predict(MODEL, shape, batch, 200, HARDWARE, found).cycle_ms
-        assert ms == pytest.approx(predict(MODEL, shape, batch, 200, HARDWARE, TRUTH).cycle_ms)
+        ms = Outlook(MODEL, 200, HARDWARE, found).predict(shape, batch).cycle_ms
+        assert ms == pytest.approx(Outlook(MODEL, 200, HARDWARE, TRUTH).predict(shape, batch).cycle_ms)
 
 
 def test_nothing_takes_less_than_no_time() -> None:
@@ -76,15 +77,17 @@ def test_nothing_takes_less_than_no_time() -> None:
     timed = [cycle(CycleShape(2, 1, 3), 1), cycle(PLAIN, 1), TimedCycle(CycleShape(2, 2, 5), 1, 40, cycle(CycleShape(2, 2, 5), 1).ms - 1.0)]
     found = PassTimes.fit(MODEL, CURVES, timed, 1e9, "fitted")
     assert min(found.beyond) == 0.0 == found.beyond[2]
-    assert predict(MODEL, PLAIN, 1, 40, HARDWARE, found).cycle_ms > 1.0
+    assert Outlook(MODEL, 40, HARDWARE, found).predict(PLAIN, 1).cycle_ms > 1.0
 
 
 def test_free_nodes_by_measured_times() -> None:
     """By floors without a peak every node is free; by measured times it is not."""
     flat = PassTimes(CURVES | {"target.layers": Curve((1, 8, 16), ((1.0,), (1.0,), (4.0,)))}, TRUTH.beyond, (), 1e9, "flat")
-    free = free_width(MODEL, 1, 10, HARDWARE, timing=flat)
+    free = Outlook(MODEL, 10, HARDWARE, flat).free_width(1)
     head = [0.1 + 0.3 * (nodes - 1) / 15 for nodes in range(1, 9)]
-    assert free == max(nodes for nodes in range(1, 9) if 1 + head[nodes - 1] <= 1.05 * 1.1) == 3 != free_width(MODEL, 1, 10, HARDWARE)
+    assert (
+        free == max(nodes for nodes in range(1, 9) if 1 + head[nodes - 1] <= 1.05 * 1.1) == 3 != Outlook(MODEL, 10, HARDWARE).free_width(1)
+    )
 
 
 def test_what_is_timed_is_what_a_pass_does() -> None:

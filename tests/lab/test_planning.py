@@ -23,9 +23,9 @@ from graphspec.facts import read_model_facts
 from graphspec.lab.floor import FloorModel, Hardware
 from graphspec.lab.measure import machine
 from graphspec.lab.predict.acceptance import SIBLING, Acceptance, conditional, fit_sibling, usual_sibling
-from graphspec.lab.predict.advice import Efficiency, Ranked, candidate_shapes, crossover, free_width, predict, rank_shapes
+from graphspec.lab.predict.advice import Efficiency, Outlook, Ranked, candidate_shapes
 from graphspec.lab.predict.command import run
-from graphspec.lab.predict.from_results import acceptance_of, calibrate, context_of, fit_stage, predictions, read_measured, timed
+from graphspec.lab.predict.from_results import acceptance_of, calibrate, context_of, fit_stage, predictions, read_measured
 from graphspec.lab.predict.plan import CLOSE, advise, recommend
 from graphspec.shapes import PLAIN, CycleShape
 from perf.gpu.bench import write_configs
@@ -111,16 +111,16 @@ def test_the_tree_model_is_near_the_demo_drafts() -> None:
 
 def test_a_prediction_is_the_floor_by_its_efficiency() -> None:
     """And, where something was measured, what computing takes beyond that."""
-    beyond = predict(MODEL, CHAIN, 2, 30, BYTES_ONLY, Efficiency(0.5, rates={"verify": 1e9}))
+    beyond = Outlook(MODEL, 30, BYTES_ONLY, Efficiency(0.5, rates={"verify": 1e9})).predict(CHAIN, 2)
     verify = MODEL.stages(CHAIN, 2, 30)[-1]
     assert beyond.stages[-1].ms == pytest.approx(1e3 * (verify.bytes / 1e9 / 0.5 + verify.flops / 1e9))
     stages = MODEL.stages(CHAIN, 2, 30)
-    prediction = predict(MODEL, CHAIN, 2, 30, BYTES_ONLY, Efficiency(0.5, {"verify": 0.25}, host_ms=0.125))
+    prediction = Outlook(MODEL, 30, BYTES_ONLY, Efficiency(0.5, {"verify": 0.25}, host_ms=0.125)).predict(CHAIN, 2)
     floors = [1e3 * stage.bytes / 1e9 for stage in stages]
     assert prediction.floor_ms == pytest.approx(sum(floors))
     assert prediction.cycle_ms == pytest.approx(floors[0] / 0.5 + floors[1] / 0.5 + floors[2] / 0.25 + 0.125)
     assert prediction.tokens_per_second(2.5) == pytest.approx(2 * 2.5 / (prediction.cycle_ms / 1e3))
-    assert predict(MODEL, CHAIN, 2, 30, BYTES_ONLY).cycle_ms == pytest.approx(sum(floors) / 0.85)
+    assert Outlook(MODEL, 30, BYTES_ONLY).predict(CHAIN, 2).cycle_ms == pytest.approx(sum(floors) / 0.85)
 
 
 @pytest.mark.parametrize("hardware", [BYTES_ONLY, Hardware(1e9, 2e9), Hardware(1e9, 2e7)], ids=["bytes", "balanced", "compute"])
@@ -130,7 +130,7 @@ def test_free_width_against_brute_force(hardware: Hardware, batch: int) -> None:
         return MODEL.stages(CycleShape(nodes - 1, 1, nodes), batch, 30)[-1].floor_ms(hardware)
 
     wide = [nodes for nodes in range(1, 129) if floor(nodes) <= 1.05 * floor(1)]
-    found = free_width(MODEL, batch, 30, hardware)
+    found = Outlook(MODEL, 30, hardware).free_width(batch)
     assert found == max(wide) and wide == list(range(1, found + 1))
     if hardware.flops == 2e7:
         assert found == 1
@@ -141,20 +141,21 @@ def test_the_crossover_against_brute_force() -> None:
     hardware, lengths = Hardware(1e9, 6e9), {CHAIN: 2.5, TREE: 2.7}
 
     def pays(batch: int) -> bool:
-        plain = predict(MODEL, PLAIN, batch, 10, hardware)
-        return any(predict(MODEL, s, batch, 10, hardware).tokens_per_second(n) > plain.tokens_per_second(1.0) for s, n in lengths.items())
+        outlook = Outlook(MODEL, 10, hardware)
+        plain = outlook.predict(PLAIN, batch).tokens_per_second(1.0)
+        return any(outlook.predict(shape, batch).tokens_per_second(length) > plain for shape, length in lengths.items())
 
     verdicts = [pays(batch) for batch in range(1, 257)]
     first = verdicts.index(False) + 1
     assert 2 < first < 200 and not any(verdicts[first:])
-    assert crossover(MODEL, lengths, 10, hardware, largest=256) == first
-    assert crossover(MODEL, lengths, 10, hardware, largest=first - 1) is None
-    assert crossover(MODEL, {CHAIN: 1.0}, 10, hardware) == 1
+    assert Outlook(MODEL, 10, hardware).crossover(lengths, largest=256) == first
+    assert Outlook(MODEL, 10, hardware).crossover(lengths, largest=first - 1) is None
+    assert Outlook(MODEL, 10, hardware).crossover({CHAIN: 1.0}) == 1
 
 
 def test_ranking_is_by_predicted_speed() -> None:
     acceptance = Acceptance((0.7,), measured={TREE: 1.5})
-    ranked = rank_shapes(MODEL, [PLAIN, CHAIN, TREE], acceptance, 4, 30, BYTES_ONLY)
+    ranked = Outlook(MODEL, 30, BYTES_ONLY).rank({shape: acceptance.length(shape) for shape in (PLAIN, CHAIN, TREE)}, 4)
     assert [entry.tokens_per_second for entry in ranked] == sorted((entry.tokens_per_second for entry in ranked), reverse=True)
     assert {entry.shape: entry.acceptance_length for entry in ranked} == {
         PLAIN: 1.0, TREE: 1.5, CHAIN: pytest.approx(1 + 0.7 + 0.49 + 0.343),
@@ -163,7 +164,8 @@ def test_ranking_is_by_predicted_speed() -> None:
 
 def test_of_nearly_equal_shapes_the_smallest_is_recommended() -> None:
     def ranked(shape: CycleShape, speed: float) -> Ranked:
-        return Ranked(predict(MODEL, shape, 1, 10, BYTES_ONLY), 2.0, speed)
+        cycle = Outlook(MODEL, 10, BYTES_ONLY).predict(shape, 1)
+        return Ranked(cycle, speed / cycle.tokens_per_second(1.0))
 
     best, near, far = ranked(CycleShape(4, 4, 32), 100.0), ranked(TREE, 100.0 * (1 - 0.9 * CLOSE)), ranked(CHAIN, 100.0 * (1 - 1.1 * CLOSE))
     assert recommend([far, near, best]) is near
@@ -193,7 +195,7 @@ def side(shape: CycleShape, batch: int, **changes: Any) -> dict[str, Any]:
         "temperature": 0.0, "batch": batch, "input_tokens": 20, "output_tokens": 20, "equal": True,
         "synthetic": False, "bandwidth": 1e9,
     }  # fmt: skip
-    prediction = predict(MODEL, shape, batch, 30, BYTES_ONLY, TRUTH)
+    prediction = Outlook(MODEL, 30, BYTES_ONLY, TRUTH).predict(shape, batch)
     record["cycle_ms"] = {"median": prediction.cycle_ms}
     rows = [(stage.name, stage.ms) for stage in prediction.stages] + [("accept", TRUTH.host_ms)]
     record["stages"] = [{"name": name, "ms": 1.1 * ms} for name, ms in rows]
@@ -212,8 +214,8 @@ def write(folder: Path, *sides: dict[str, Any]) -> str:
 
 def test_efficiency_is_taken_back_out_of_what_was_measured(tmp_path: Path) -> None:
     measured = read_measured(write(tmp_path, *(side(*case) for case in CASES)), EAGLE3, 0.0)
-    assert measured.bandwidth == 1e9 and {context_of(s) for s in measured.sides} == {30}
-    found = calibrate(MODEL, measured, timed(measured), BYTES_ONLY)
+    assert measured.bandwidth == 1e9 and {context_of(s) for s, _ in measured.sides} == {30}
+    found = calibrate(MODEL, measured, BYTES_ONLY)
     assert found is not None and found.stages == pytest.approx(TRUTH.stages) and found.host_ms == pytest.approx(TRUTH.host_ms)
     assert {name: rate for name, rate in found.rates.items() if rate < 1e15} == pytest.approx(TRUTH.rates)
     records = predictions(MODEL, measured, BYTES_ONLY, Efficiency())
@@ -238,7 +240,7 @@ def test_a_side_is_not_predicted_from_itself(tmp_path: Path) -> None:
     """One case alone has nothing to be predicted from but the stated default; twice as fast a side shows up as an error of -50 %."""
     alone = read_measured(write(tmp_path, side(CHAIN, 1)), EAGLE3, 0.0)
     cycle = next(record for record in predictions(MODEL, alone, BYTES_ONLY, Efficiency()) if record["stage"] is None)
-    assert cycle["predicted_ms"] == pytest.approx(predict(MODEL, CHAIN, 1, 30, BYTES_ONLY).cycle_ms)
+    assert cycle["predicted_ms"] == pytest.approx(Outlook(MODEL, 30, BYTES_ONLY).predict(CHAIN, 1).cycle_ms)
     assert cycle["error"] == pytest.approx(cycle["predicted_ms"] / cycle["measured_ms"] - 1)
     slow = side(CHAIN, 1)
     slow["cycle_ms"] = {"median": 2 * slow["cycle_ms"]["median"]}
@@ -321,7 +323,7 @@ def test_rows_that_fit_fit_and_one_more_does_not() -> None:
 
     shape = found.rows[0].best.shape
     _, smallest = engine_plan(config, pair, shape, 1, 1024, device="cuda", dtype="bfloat16", memory=memory)
-    sizes = _network_sizes(config, pair, found.model, smallest)
+    sizes = _network_sizes(config, pair, found.outlook.model, smallest)
 
     def fits(rows: int, context: int) -> bool:
         _, memory_plan = _plan(config, pair, sizes, shape, "cuda", "bfloat16", memory, rows, context)
@@ -456,7 +458,8 @@ def test_a_file_without_a_side_of_this_engine(tmp_path: Path) -> None:
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 64), st.integers(1, 60), st.floats(0.1, 0.95))
 def test_the_recommended_shape_is_close_to_the_best(batch: int, context: int, share: float) -> None:
-    ranked = rank_shapes(MODEL, [PLAIN, *candidate_shapes(EAGLE3, deepest=3)], Acceptance((share,)), batch, context, Hardware(1e9, 5e9))
+    lengths = {shape: Acceptance((share,)).length(shape) for shape in (PLAIN, *candidate_shapes(EAGLE3, deepest=3))}
+    ranked = Outlook(MODEL, context, Hardware(1e9, 5e9)).rank(lengths, batch)
     chosen = recommend(ranked)
     assert chosen.tokens_per_second >= (1 - CLOSE) * ranked[0].tokens_per_second
     assert chosen.shape.num_draft_tokens <= ranked[0].shape.num_draft_tokens

@@ -15,16 +15,15 @@ from graphspec.config.command_options import LaunchConfig, ProfileConfig
 from graphspec.config.schema import AcceptConfig, SamplingConfig
 from graphspec.errors import ConfigError, ResourceError
 from graphspec.lab.measure import compare, profile
-from graphspec.lab.measure.compare import Bench, Measured, Schedule
+from graphspec.lab.measure.compare import Bench, Measured
 from graphspec.lab.measure.engine_side import EngineSide
 from graphspec.lab.measure.generations import record_generation
 from graphspec.lab.measure.hf_side import HfSide
 from graphspec.lab.measure.metrics import Timeline, figures
-from graphspec.lab.measure.recorder import MarkedProgram, Recorder, stage_timer
+from graphspec.lab.measure.recorder import TRACKS, MarkedProgram, Recorder, chrome_trace, stage_timer
 from graphspec.lab.measure.selfcheck import ComparingReplay, check_runtime
 from graphspec.lab.measure.sides import SideConfig, plain_config, sides_of
 from graphspec.lab.measure.stages import Probe, kernel_timeline, summarise_kernels
-from graphspec.lab.measure.trace import TRACKS, chrome_trace
 from graphspec.plan.runtime import Runtime
 from tests.support.engines import Pair, add_tokenizer, mirror_pair
 from tests.support.profile import launch
@@ -425,4 +424,3 @@ def test_forced_acceptance_is_held_to_a_twin_and_to_its_stages(pair: Pair, monke
         assert rows[0]["synthetic"] is True and rows[0]["equal"] is sound and "rule match" in rows[0]["equality"]
         assert ("tokens_per_second" in rows[0]) is sound
         assert rows[1]["equal"] is True
-    assert Schedule(1, 0.0).interleave

@@ -7,10 +7,10 @@ import pytest
 from graphspec.config.catalog import resolve_variant
 from graphspec.config.compose import load_config
 from graphspec.errors import ConfigError
+from graphspec.lab.predict.command import shortfall_lines
 from graphspec.lab.predict.model_pair import read_model_pair
 from graphspec.lab.predict.plan import Advice, advise
 from graphspec.lab.predict.ranks import recommended, sums_ms, sums_of
-from graphspec.lab.predict.tables import shortfall_lines
 
 OPTIONS = ("variant=none", "hardware=h100", "plan.batches=[1]")
 

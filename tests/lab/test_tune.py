@@ -21,6 +21,7 @@ from graphspec.engine.depth import AdaptiveDepth
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import ConfigError, ResourceError
 from graphspec.lab.measure import compare
+from graphspec.lab.measure.worker import Worker
 from graphspec.lab.tune import command, tune
 from graphspec.lab.tune.choice import (
     Outcome,
@@ -32,10 +33,9 @@ from graphspec.lab.tune.choice import (
     mean_shares,
     shallower_depths,
 )
+from graphspec.lab.tune.command import caution, table
 from graphspec.lab.tune.experiment import experiment_text, write_experiment
 from graphspec.lab.tune.short_list import Candidates, pick
-from graphspec.lab.tune.tables import caution, table
-from graphspec.lab.tune.worker import TuneWorker
 from graphspec.shapes import CycleShape
 from tests.support.engines import MIRROR_VOCAB, Pair, ids, mirror_pair, prompts
 
@@ -265,8 +265,8 @@ class Local:
     spoils_changing_depths = False
     core_wait = 0.01
 
-    def __init__(self, name: str, timeout: float, say: object = None, module: str = "") -> None:
-        self.worker, self.about = TuneWorker(), {}
+    def __init__(self, name: str, timeout: float, say: object = None) -> None:
+        self.worker, self.about = Worker(), {}
 
     def __enter__(self) -> Self:
         return self
@@ -275,7 +275,7 @@ class Local:
         self.worker = None
 
     def ask(self, do: str, **values: Any) -> Any:
-        answer = json.loads(json.dumps(self.worker.answer(do, **json.loads(json.dumps(values))), default=str))
+        answer = json.loads(json.dumps(self.worker.answer(do, **values), default=str))
         if do == "prepare":
             self.about = answer
         if do == "depth_times":

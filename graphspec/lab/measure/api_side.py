@@ -15,7 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import ProxyHandler, Request, build_opener
 
 from ...config.command_options import LaunchConfig
 from ...config.schema import SamplingConfig
@@ -24,7 +26,7 @@ from ...facts import read_model_facts, read_sampling_defaults
 from ...facts.folders import model_folder
 from ...text.tokenizer import Tokenizer
 from .metrics import Timeline
-from .workload import WorkloadRequest, make_workload
+from .workload import WorkloadRequest, describe_outsider, make_workload
 
 NOT_REPORTED = "the server does not report it"
 BEYOND = (
@@ -34,16 +36,12 @@ BEYOND = (
 """Keys of the ``sampling`` group that are sent only where they have to be; their names are vLLM's."""
 
 
-def split_url(url: str) -> SplitResult:
-    """The parts of a server's address.
-
-    Raises:
-        ConfigError: no http or https address of a host.
-    """
+def check_url(url: str) -> None:
+    """Raise :class:`ConfigError` unless ``url`` is an http or https address of a host."""
     try:
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0) and url.isascii():
-            return parts
+            return
     except ValueError:
         # Brackets that don't close, a port that is no number.
         pass
@@ -54,39 +52,26 @@ class Server:
     """An HTTP server.
 
     Args:
-        url: base address, such as ``http://localhost:8000/v1``.
-        key: bearer token.
         timeout: seconds without a byte before a request is given up.
-
-    Raises:
-        ConfigError: ``url`` is no http or https address.
     """
 
     def __init__(self, url: str, key: str | None, timeout: float) -> None:
-        parts = split_url(url)
-        self.url, self.timeout = url, timeout
-        self._secure, self._host, self._port, self._path = parts.scheme == "https", parts.hostname or "", parts.port, parts.path.rstrip("/")
+        check_url(url)
+        self.url, self.timeout = url.rstrip("/"), timeout
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        # No proxy: the time is the server's.
+        self._opener = build_opener(ProxyHandler({}))
 
     def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
-        """Send one request on a new connection; reading the response to its end closes the connection.
-
-        Raises:
-            ResourceError: no response, or a status other than 200; the message quotes the server.
-        """
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=self.timeout)
+        """Send one request on a new connection; reading the response to its end closes the connection."""
+        what, data = f"{method} {self.url}{path}", None if body is None else json.dumps(body).encode()
         try:
-            headers = self._headers | {"Connection": "close"}
-            connection.request(method, self._path + path, None if body is None else json.dumps(body), headers)
-            response = connection.getresponse()
+            found: http.client.HTTPResponse = self._opener.open(Request(self.url + path, data, self._headers), timeout=self.timeout)
+        except HTTPError as error:
+            raise ResourceError(what, "status 200", f"{error.code}: {error.read(600).decode('utf-8', 'replace')}") from error
         except OSError as error:
-            connection.close()
-            raise ResourceError(f"{method} {self.url}{path}", "an answer", str(error) or type(error).__name__) from error
-        if response.status != 200:
-            words = response.read(600).decode("utf-8", "replace")
-            raise ResourceError(f"{method} {self.url}{path}", "status 200", f"{response.status}: {words}")
-        return response
+            raise ResourceError(what, "an answer", str(getattr(error, "reason", error)) or type(error).__name__) from error
+        return found
 
     def first_model(self) -> str:
         """Name of the first model the server lists."""
@@ -98,11 +83,7 @@ class Server:
         return name
 
     def events(self, body: dict[str, Any]) -> Iterator[tuple[float, dict[str, Any]]]:
-        """Stream a completion: ``(seconds, event)`` as they arrive, to the end.
-
-        Raises:
-            ResourceError: the server reports an error, sends something other than events, or the stream breaks off.
-        """
+        """Stream a completion: ``(seconds, event)`` as they arrive, to the end."""
         with self.request("POST", "/completions", body) as response:
             try:
                 while line := response.readline():
@@ -150,30 +131,9 @@ class ApiSide:
 
     def describe(self) -> dict[str, Any]:
         """See :class:`graphspec.lab.measure.worker.Runner`."""
-        absent = (
-            "acceptance_length",
-            "drafted_per_second",
-            "accepted_per_second",
-            "stages",
-            "cycle_ms",
-            "host_us",
-            "nodes",
-            "gap_ms",
-            "memory",
-        )
-        return {
-            "label": f"openai {self.model}",
-            "variant": None,
-            "shape": None,
-            "runtime": self.config.url,
-            "attention": None,
-            "dtype": None,
-            "device": None,
-            "digest": self.workload.digest,
-            "input_tokens": self.workload.input_tokens,
-            "temperature": self.config.sampling.stated_temperature,
-            "not_measured": dict.fromkeys(absent, NOT_REPORTED),
-        }
+        found = describe_outsider(self.config, self.workload, f"openai {self.model}", NOT_REPORTED, runtime=self.config.url)
+        found["not_measured"]["memory"] = NOT_REPORTED
+        return found
 
     def round(self) -> dict[str, Any]:
         """See :class:`graphspec.lab.measure.worker.Runner`."""

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from ...config.command_options import CLOSED
+from ...config.command_options import CLOSED, ProfileConfig
 from ...errors import ResourceError
 from .equality import Reference, Texts, Tokens, Verdict, judge
 from .metrics import Round, Timeline, figures, ratio
 from .open_loop import describe
 from .open_loop import figures as open_figures
-from .process import WorkerProcess, pack
+from .process import WorkerProcess
 from .sides import PLAIN, SELF, SUBJECT, SideConfig
 
 Say = Callable[[str], None]
-CYCLE_KEYS = ("cycle_ms", "host_us", "gap_ms", "nodes", "stages", "floor_ms", "percent_of_floor", "bandwidth", "next_to_grammar")
+CYCLE_KEYS = ("cycle_ms", "host_us", "gap_ms", "nodes", "stages", "floor_ms", "percent_of_floor", "bandwidth")
 """Keys of a record that only sides of this package have."""
 
 
@@ -31,15 +31,8 @@ class Measured:
     """A side and its measurements.
 
     Attributes:
-        side: its configuration.
-        about: its description of itself.
-        rounds: measured rounds.
         outputs: per round, tokens and texts of each request.
         core_wait: per round, the share of the time that its threads waited for a core; None if the system does not report it.
-        cycles: times inside its cycles, where requested.
-        generations: recorded generations.
-        trace: Chrome trace events.
-        verdict: whether its output is correct.
     """
 
     side: SideConfig
@@ -58,39 +51,16 @@ class Measured:
         return f"{label}, again" if self.side.role == SELF else label
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """How sides are measured.
-
-    Attributes:
-        rounds: measured rounds of each.
-        warm_up_seconds: each side first runs this long, and at least once.
-        interleave: load all sides and let them take turns; False: one after the other.
-        timeout_seconds: longest time that a worker may take to answer.
-        cycles: also time the stages of the cycles of our sides, after the rounds.
-        generations: generations of the first side to record.
-        trace: also record the first side's spans.
-    """
-
-    rounds: int
-    warm_up_seconds: float
-    interleave: bool = True
-    timeout_seconds: float = 1800.0
-    cycles: bool = False
-    generations: int = 0
-    trace: bool = False
-
-
 class Bench:
     """One comparison: workers, and the sides they hold.
 
     Args:
-        schedule: how to measure.
-        say: called with lines of progress.
+        options: rounds, warm-up, turns and time limit; generations and trace are recorded of the first side.
+        look_inside: also time the cycles of our sides after the rounds, and record what ``options`` asks for.
     """
 
-    def __init__(self, schedule: Schedule, say: Say = lambda text: None) -> None:
-        self.schedule, self.say = schedule, say
+    def __init__(self, options: ProfileConfig, say: Say = lambda text: None, *, look_inside: bool = True) -> None:
+        self.options, self.say, self.look_inside = options, say, look_inside
         self._like: dict[str, str] | None = None
         self._digest: str | None = None
         self._bandwidth: float | None = None
@@ -101,40 +71,37 @@ class Bench:
         Raises:
             GraphspecError: a worker refused, died or took too long; the others have been stopped.
         """
-        if not self.schedule.interleave:
+        if not self.options.interleave:
             return [self.measure_one(side, first=i == 0) for i, side in enumerate(sides)]
         with ExitStack() as stack:
-            workers = [(stack.enter_context(WorkerProcess(side.role, self.schedule.timeout_seconds, self.say)), side) for side in sides[:1]]
-            measured = [self._prepare(*workers[0])]
-            for side in sides[1:]:
-                worker = stack.enter_context(WorkerProcess(side.role, self.schedule.timeout_seconds, self.say))
-                workers.append((worker, side))
-                measured.append(self._prepare(worker, side))
-            for (worker, _), one in zip(workers, measured, strict=True):
+            turns: list[tuple[WorkerProcess, Measured]] = []
+            for side in sides:
+                worker = stack.enter_context(WorkerProcess(side.role, self.options.timeout_seconds, self.say))
+                turns.append((worker, self._prepare(worker, side)))
+            for worker, one in turns:
                 self._warm_up(worker, one)
-            for number in range(self.schedule.rounds):
-                self.say(f"round {number + 1} of {self.schedule.rounds}")
-                turns = list(zip(workers, measured, strict=True))
+            for number in range(self.options.rounds):
+                self.say(f"round {number + 1} of {self.options.rounds}")
                 # The last one goes first next, so that no side profits more often from warm caches and high clocks.
-                for (worker, _), one in reversed(turns) if number % 2 else turns:
+                for worker, one in reversed(turns) if number % 2 else turns:
                     self._round(worker, one)
-            for place, ((worker, _), one) in enumerate(zip(workers, measured, strict=True)):
+            for place, (worker, one) in enumerate(turns):
                 self._look_inside(worker, one, first=place == 0)
-        return measured
+        return [one for _, one in turns]
 
     def measure_one(self, side: SideConfig, *, first: bool = False) -> Measured:
         """Load, warm up and measure one side, and close it."""
-        with WorkerProcess(side.role, self.schedule.timeout_seconds, self.say) as worker:
+        with WorkerProcess(side.role, self.options.timeout_seconds, self.say) as worker:
             one = self._prepare(worker, side)
             self._warm_up(worker, one)
-            for _ in range(self.schedule.rounds):
+            for _ in range(self.options.rounds):
                 self._round(worker, one)
             self._look_inside(worker, one, first=first)
         return one
 
     def reference(self, side: SideConfig) -> Measured:
         """Run the workload once without measuring; its outputs are the reference for other sides."""
-        with WorkerProcess(side.role, self.schedule.timeout_seconds, self.say) as worker:
+        with WorkerProcess(side.role, self.options.timeout_seconds, self.say) as worker:
             one = self._prepare(worker, side)
             self.say(f"{one.label}: reference outputs")
             self._round(worker, one)
@@ -142,14 +109,14 @@ class Bench:
 
     def check(self, side: SideConfig) -> dict[str, Any]:
         """``equal`` and ``sentence``: whether the side's runtime equals its stages."""
-        with WorkerProcess(side.role, self.schedule.timeout_seconds, self.say) as worker:
+        with WorkerProcess(side.role, self.options.timeout_seconds, self.say) as worker:
             self.say("check of the runtime")
-            found: dict[str, Any] = worker.ask("check", config=pack(side.config))
+            found: dict[str, Any] = worker.ask("call", function="graphspec.lab.measure.selfcheck:check_runtime", config=side.config)
         return found
 
     def _prepare(self, worker: WorkerProcess, side: SideConfig) -> Measured:
         self.say(f"preparing {side.role}")
-        about = worker.ask("prepare", role=side.role, config=pack(side.config), command=list(sys.argv), like=self._like)
+        about = worker.ask("prepare", role=side.role, config=side.config, command=list(sys.argv), like=self._like)
         if self._like is None:
             self._like = {"dtype": about["dtype"], "device": about["device"]}
         self._digest = self._digest or about["digest"]
@@ -159,7 +126,7 @@ class Bench:
 
     def _warm_up(self, worker: WorkerProcess, one: Measured) -> None:
         self.say(f"{one.label}: warm-up")
-        worker.ask("warm_up", seconds=self.schedule.warm_up_seconds)
+        worker.ask("warm_up", seconds=self.options.warm_up_seconds)
 
     def _round(self, worker: WorkerProcess, one: Measured) -> None:
         answer = worker.ask("round")
@@ -169,16 +136,15 @@ class Bench:
         one.about["not_measured"] = one.about.get("not_measured", {}) | answer.get("not_measured", {})
 
     def _look_inside(self, worker: WorkerProcess, one: Measured, *, first: bool) -> None:
-        if not one.side.ours:
+        if not (one.side.ours and self.look_inside):
             return
-        if self.schedule.cycles:
-            self.say(f"{one.label}: inside the cycle")
-            one.cycles = worker.ask("profile", bandwidth=self._bandwidth)
-            self._bandwidth = one.cycles["bandwidth"]
-        if first and self.schedule.generations:
+        self.say(f"{one.label}: inside the cycle")
+        one.cycles = worker.ask("profile", bandwidth=self._bandwidth)
+        self._bandwidth = one.cycles["bandwidth"]
+        if first and self.options.generations:
             self.say(f"{one.label}: generations")
-            one.generations = worker.ask("generation", count=self.schedule.generations)
-        if first and self.schedule.trace:
+            one.generations = worker.ask("generations", count=self.options.generations)
+        if first and self.options.trace is not None:
             one.trace = worker.ask("trace")
 
 
@@ -186,7 +152,6 @@ def set_verdicts(measured: Sequence[Measured], reference: Measured | None, check
     """Set the verdict of every side.
 
     Args:
-        measured: the sides.
         reference: plain decoding's run; None: the plain side among ``measured``, else the first one.
         checks: answers to ``check``, for a synthetic subject.
     """
@@ -209,7 +174,7 @@ def records(case: str, measured: Sequence[Measured]) -> list[dict[str, Any]]:
             "input_tokens": about["input_tokens"], "output_tokens": config.workload.output_tokens, "arrivals": describe(config.workload),
             "equal": one.verdict.equal, "equality": one.verdict.sentence,
             "synthetic": bool(about.get("synthetic")), "lossy": bool(about.get("lossy")), "rounds": len(one.rounds),
-            "core_wait": _median(one.core_wait),
+            "core_wait": median(known) if (known := [share for share in one.core_wait if share is not None]) else None,
         }  # fmt: skip
         if one.verdict.equal is not False:
             row |= figures(one.rounds) | {"build": about.get("build", []), "memory": about.get("memory", [])}
@@ -230,11 +195,6 @@ def records(case: str, measured: Sequence[Measured]) -> list[dict[str, Any]]:
         if one.verdict.equal is not False:
             rows += [{"kind": "generation", "case": case, "side": one.label, **generation} for generation in one.generations]
     return rows
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
 
 
 def _base(measured: Sequence[Measured]) -> Measured | None:

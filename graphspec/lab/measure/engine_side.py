@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...api.events import Stream
-from ...api.llm import LLM
+from ...api.llm import LLM, generate_through
 from ...api.outputs import Output
 from ...config.command_options import LaunchConfig
 from ...engine.depth import AdaptiveDepth
@@ -17,13 +17,11 @@ from ...errors import ResourceError
 from ...kernels import resolve
 from ...plan.plan import Plan
 from .generations import record_generation
-from .grammar_rows import GrammarRows
 from .metrics import CycleCount, Timeline, closed_loop_arrivals
 from .open_loop import play
-from .recorder import Recorder, stage_timer
+from .recorder import Recorder, chrome_trace, stage_timer
 from .sides import for_workload
 from .stages import profile_cycles
-from .trace import chrome_trace
 from .workload import Workload, WorkloadRequest, make_workload
 
 
@@ -32,7 +30,6 @@ class EngineSide:
 
     Args:
         config: of the engine and the workload; the engine holds ``workload.batch`` rows.
-        progress: called as ``progress(phase, done, total)`` during load and compilation.
 
     Raises:
         ResourceError: a request that can't be served; nothing was compiled.
@@ -43,26 +40,15 @@ class EngineSide:
         self.llm = LLM.from_config(self.config, progress)
         self.workload: Workload = make_workload(config, self._encode, self.llm.plan.target.vocab_size)
         self.params = [self.params_of(request) for request in self.workload.requests]
-        self._check([request.prompt for request in self.workload.requests], self.params)
+        self.prompts = [request.prompt for request in self.workload.requests]
+        self.check(self.prompts, self.params)
         self.llm.warm_up(self.workload.batch, sampling=sampling_class(self.params))
-        self.grammar_rows = self._grammar_rows(self.config.profile.structured_rows)
 
-    def _check(self, prompts: list[list[int]], params: Sequence[ResolvedParams]) -> None:
+    def check(self, prompts: list[list[int]], params: Sequence[ResolvedParams]) -> None:
+        """Raise :class:`ResourceError` for the first request that can't be served."""
         for index, error in enumerate(self.llm.check(prompts, params)):
             if error is not None:
                 raise ResourceError(f"request {index}", "one that can be served", error)
-
-    def _grammar_rows(self, structured: int) -> GrammarRows | None:
-        """A batch of the workload's requests of which ``structured`` follow a grammar, with its programs built; None: none of them does."""
-        if structured == 0:
-            return None
-        places = [place % len(self.params) for place in range(self.workload.batch)]
-        prompts, params = [self.workload.requests[place].prompt for place in places], [self.params[place] for place in places]
-        rows = GrammarRows(self.llm, prompts, params, structured)
-        together = rows.requests(grammar=True)
-        self._check(*together)
-        self.llm.warm_up(self.workload.batch, sampling=sampling_class([*together[1], *self.params]))
-        return rows
 
     def _encode(self, text: str) -> list[int]:
         return self.llm.tokenizer.encode(text)
@@ -105,20 +91,16 @@ class EngineSide:
             "memory": [{"name": line.name, "bytes": line.size, "estimate": line.estimate} for line in self.llm.memory.lines],
         }
 
-    def run_with(self, launcher: Launcher | None) -> list[Output]:
+    def run_with(self, launcher: Launcher) -> list[Output]:
         """Run the workload once, launched by ``launcher``."""
-        return self.llm.generate([request.prompt for request in self.workload.requests], self.params, launcher=launcher)
+        return generate_through(self.llm, launcher, self.prompts, self.params)
 
     def round(self) -> dict[str, Any]:
-        """See :class:`graphspec.lab.measure.worker.Runner`.
-
-        Raises:
-            ResourceError: a request was refused or failed; figures of an incomplete run are meaningless.
-        """
+        """See :class:`graphspec.lab.measure.worker.Runner`."""
         if self.workload.arrivals is not None:
             return self._open_round(self.workload.arrivals)
         began = time.perf_counter()
-        outputs = self.run_with(None)
+        outputs = self.llm.generate(self.prompts, self.params)
         for output in outputs:
             if output.finish_reason == "error":
                 raise ResourceError(f"request {output.index}", "an output", output.error)
@@ -153,16 +135,10 @@ class EngineSide:
         }
 
     def profile(self, bandwidth: float | None = None) -> dict[str, Any]:
-        """Times inside the cycle (:func:`graphspec.lab.measure.stages.profile_cycles`); with ``profile.structured_rows``, those next to
-        rows with a grammar too.
-        """
+        """Times inside the cycle (:func:`graphspec.lab.measure.stages.profile_cycles`)."""
         context = round(self.workload.input_tokens + self.workload.output_tokens / 2)
-        found = profile_cycles(
-            self.llm, self.run_with, context, self.config.variant.token_map, stages=self.config.profile.stages, bandwidth=bandwidth
-        )
-        if self.grammar_rows is not None:
-            found["next_to_grammar"] = self.grammar_rows.measure(self.config.profile.rounds)
-        return found
+        options = self.config.profile
+        return profile_cycles(self.llm, self.run_with, context, self.config.variant.token_map, stages=options.stages, bandwidth=bandwidth)
 
     def depth_times(self) -> list[tuple[int, int, float]]:
         """``(bucket, depth, seconds)`` of every cycle of an engine whose depth adapts; empty for others."""

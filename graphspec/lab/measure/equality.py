@@ -22,7 +22,6 @@ class Verdict:
 
     Attributes:
         equal: None: it can't be decided.
-        sentence: what was compared with what, and how much of it.
     """
 
     equal: bool | None
@@ -47,10 +46,8 @@ def judge(
     """The verdict on one side.
 
     Args:
-        side: its configuration.
         about: its description of itself (:class:`graphspec.lab.measure.worker.Runner`).
         rounds: per round, the tokens and the texts of each request.
-        reference: output of plain decoding for the same requests.
         checks: answers to ``check`` (``equal``, ``sentence``) of a synthetic run, which has no right output.
     """
     if side.ours:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from ...api.llm import LLM
+from ...api.llm import LLM, generate_through
 from ...api.stops import OutputText
+from ...engine.launcher import Forwarding
 from ...engine.request import ResolvedParams
 from ...graphs.cycle import Cycle, RingEntry
 from ...graphs.programs import Key
@@ -17,27 +18,23 @@ from ...plan.buffers import Views
 from ...shapes import GraphKey
 
 
-class TreeRecorder:
+class TreeRecorder(Forwarding):
     """A launcher that copies lane 0's tree after every cycle, before the next one overwrites it.
 
     Args:
-        cycle: that it launches.
         scored: whether candidates' scores are log-probabilities of the drafter.
     """
 
     def __init__(self, cycle: Cycle, *, scored: bool) -> None:
-        self.cycle, self.scored = cycle, scored
+        super().__init__(cycle)
+        self.scored = scored
         self.trees: list[list[dict[str, Any]]] = []
         self.emitted: list[list[int]] = []
         self.first: list[int] = []
         self._cycles: dict[int, bool] = {}
 
-    @property
-    def in_flight(self) -> int:
-        return self.cycle.in_flight
-
     def launch(self, key: Key, message: Message) -> int:
-        ticket = self.cycle.launch(key, message)
+        ticket = super().launch(key, message)
         self._cycles[ticket] = isinstance(key, GraphKey)
         if isinstance(key, GraphKey):
             if self.cycle.plan.device == "cuda":
@@ -46,7 +43,7 @@ class TreeRecorder:
         return ticket
 
     def read(self, ticket: int) -> RingEntry:
-        entry = self.cycle.read(ticket)
+        entry = super().read(ticket)
         if self._cycles.pop(ticket):
             self.emitted.append(entry.tokens[0])
         else:
@@ -97,11 +94,6 @@ def candidate_scores(v: Views) -> dict[tuple[int, ...], float]:
 def record_generation(llm: LLM, prompt: list[int], params: ResolvedParams) -> dict[str, Any]:
     """Generate and record every cycle.
 
-    Args:
-        llm: the engine.
-        prompt: token ids.
-        params: of the request.
-
     Returns:
         ``prompt``, the text that the first cycle continues (the prompt and the token of its prefill), and ``cycles``, each with ``nodes``
         (:func:`read_tree`, with ``text``) and ``emitted``, the texts of the tokens it committed, which together are the output's text.
@@ -110,7 +102,7 @@ def record_generation(llm: LLM, prompt: list[int], params: ResolvedParams) -> di
     accept = llm.plan.accept
     scored = llm.plan.variant.has_network and not accept.sampled_drafts and not (params.sampling_class.noise and accept.coupled)
     recorder = TreeRecorder(llm.cycle, scored=scored)
-    [output] = llm.generate([prompt], params, launcher=recorder)
+    [output] = generate_through(llm, recorder, [prompt], params)
     for tree in recorder.trees:
         for node in tree:
             node["text"] = llm.tokenizer.token_text(node["token"]) if node["token"] >= 0 else ""

@@ -23,7 +23,7 @@ from ...plan.buffers import DTYPES
 from ...text.ends import find_ends
 from ...text.tokenizer import Tokenizer
 from .metrics import Timeline
-from .workload import WorkloadRequest, make_workload
+from .workload import WorkloadRequest, describe_outsider, make_workload
 
 LABELS = {"hf": "HF generate", "hf_assisted": "HF assisted", "hf_lookup": "HF prompt lookup"}
 LOOKUP_TOKENS = 4
@@ -56,11 +56,6 @@ class Clock:
 
 class HfSide:
     """One way to call ``generate``.
-
-    Args:
-        role: ``hf``, ``hf_assisted`` or ``hf_lookup``.
-        config: of the run; the target is its ``model``.
-        dtype, device: of the side it is compared with.
 
     Raises:
         ConfigError: a sampling key without an equivalent in transformers, or no assistant.
@@ -111,20 +106,9 @@ class HfSide:
 
     def describe(self) -> dict[str, Any]:
         """See :class:`graphspec.lab.measure.worker.Runner`."""
-        absent = ("acceptance_length", "drafted_per_second", "accepted_per_second", "stages", "cycle_ms", "host_us", "nodes", "gap_ms")
-        return {
-            "label": LABELS[self.role],
-            "variant": None,
-            "shape": None,
-            "runtime": "transformers",
-            "attention": self.model.config._attn_implementation,  # noqa: SLF001 - transformers has no public name for it
-            "dtype": self.dtype,
-            "device": self.device,
-            "digest": self.workload.digest,
-            "input_tokens": self.workload.input_tokens,
-            "temperature": self.config.sampling.stated_temperature,
-            "not_measured": dict.fromkeys(absent, NOT_MEASURED),
-        }
+        attention = self.model.config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
+        how = {"runtime": "transformers", "attention": attention, "dtype": self.dtype, "device": self.device}
+        return describe_outsider(self.config, self.workload, LABELS[self.role], NOT_MEASURED, **how)
 
     def round(self) -> dict[str, Any]:
         """See :class:`graphspec.lab.measure.worker.Runner`. Requests run in groups of ``workload.batch``, padded on the left."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from ...plan.buffers import DTYPES
+from .metrics import quantiles
 
 LEAST_COPY = 2**14
 """Bytes of the smallest copy that is timed; a call takes longer than a smaller one."""
@@ -23,10 +23,7 @@ def measure(
     """Milliseconds of ``run``: blocks of ``block`` calls, the time of a call in each block, median and spread.
 
     Args:
-        run: what is timed.
-        rewind: called before each block, not timed.
         block: calls between two events (``cuda``) or two readings of the clock.
-        device: ``cuda`` or ``cpu``.
         seconds: measure at least this long, and at least one block.
         warm_up: seconds before that, at least one block.
 
@@ -59,9 +56,7 @@ def measure(
     times, end = [once()], time.perf_counter() + seconds
     while time.perf_counter() < end:
         times.append(once())
-    times.sort()
-    ranks = {"least": times[0], "p10": times[len(times) // 10], "p90": times[-1 - len(times) // 10]}
-    return {"median": statistics.median(times), **ranks, "blocks": len(times)}
+    return {**quantiles(times), "least": min(times), "blocks": len(times)}
 
 
 def copy_bandwidth(device: str, gib: float | None = None, seconds: float = 0.5, *, working_set: float | None = None) -> float:
@@ -70,9 +65,7 @@ def copy_bandwidth(device: str, gib: float | None = None, seconds: float = 0.5, 
     On a CPU it is that of the fastest copy: other programs only make one slower, and a floor is the least time.
 
     Args:
-        device: ``cuda`` or ``cpu``.
         gib: size of what is copied; None: 2 GiB, on a CPU 0.25 (more than most caches hold).
-        seconds: to measure.
         working_set: bytes that a program touches again and again, which a CPU may hold in its caches: a copy there touches no more. A GPU's
             is not measured by it.
     """
@@ -92,10 +85,7 @@ def matmul_rate(device: str, dtype: str, size: int | None = None, seconds: float
     """Operations per second of a square matrix product; a multiplication and an addition are two.
 
     Args:
-        device: ``cuda`` or ``cpu``.
-        dtype: of both factors.
         size: rows and columns; None: 8192, on a CPU 1024.
-        seconds: to measure.
     """
     size = size or (8192 if device == "cuda" else 1024)
     left, right = (torch.ones(size, size, dtype=DTYPES[dtype], device=device) for _ in range(2))

@@ -24,9 +24,7 @@ class CycleCount:
     """One cycle of one request.
 
     Attributes:
-        tokens: new tokens, the bonus token among them.
         depth: its draft depth; 0: plain decoding.
-        drafted: drafted tokens that were verified.
     """
 
     tokens: int
@@ -39,9 +37,7 @@ class Timeline:
     """One request as its caller saw it; times in seconds of one clock.
 
     Attributes:
-        arrived: when it was submitted.
         bursts: ``(time, tokens)`` of every event that brought tokens, in order; the first is the prefill's.
-        finished: when its caller knew that it had ended.
         reason: ``stop``, ``length``, or why it was not served.
         cycles: its cycles in order, where the side reports them; the prefill's token belongs to none.
         cut: whether a stop id or the budget cut the last cycle short.
@@ -127,13 +123,7 @@ class Round:
 
 
 def closed_loop_arrivals(began: float, finished: Sequence[float], users: int) -> list[float]:
-    """Arrival times of requests if each of ``users`` users sends the next request when the last one ends.
-
-    Args:
-        began: arrival of the first ``users`` requests.
-        finished: end of each request, in the order of submission.
-        users: requests at once.
-    """
+    """Arrival times of requests if each of ``users`` users sends the next request when the last one ends."""
     ends = sorted(finished)
     return [began if number < users else ends[number - users] for number in range(len(finished))]
 
@@ -142,7 +132,6 @@ def percentile(values: Sequence[float], share: float) -> float:
     """Linear interpolation between the two nearest ranks, as numpy does by default.
 
     Args:
-        values: at least one.
         share: from 0 to 100.
     """
     ordered = sorted(values)

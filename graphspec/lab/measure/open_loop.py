@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
-from rich.text import Text
 
 from ...config.command_options import CLOSED, MAX_PROMPT, WorkloadConfig
 from ...config.paths import read_json, read_text
 from ...errors import ConfigError
+from ...host import terminal
 from .metrics import Round, Timeline, latency
 
 
@@ -32,7 +31,6 @@ class TraceLine:
     Attributes:
         arrival: seconds after the first request of the file.
         prompt: its text; None: ``input_tokens`` random ids.
-        input_tokens: length of a prompt without text.
         output_tokens: most new tokens; None: ``workload.output_tokens``.
     """
 
@@ -60,11 +58,7 @@ def arrivals(workload: WorkloadConfig) -> list[float]:
 
 
 def read_trace(workload: WorkloadConfig) -> list[TraceLine]:
-    """The first ``workload.requests`` lines of ``workload.trace``, in order of arrival.
-
-    Raises:
-        ConfigError: no file, one that can't be read or holds nothing, or a line that is no such object; names it.
-    """
+    """The first ``workload.requests`` lines of ``workload.trace``, in order of arrival."""
     assert workload.trace is not None
     lines = read_text("workload.trace", workload.trace).split("\n")
     found = [_trace_line(f"{workload.trace}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -113,12 +107,7 @@ def within_limits(timeline: Timeline, ttft_ms: float, itl_ms: float) -> bool:
 
 
 def gaps_while_prompts_arrive(timelines: Sequence[Timeline], long: Sequence[bool]) -> list[float]:
-    """Gaps between bursts, in seconds, during which a long prompt of another request waited or was read.
-
-    Args:
-        timelines: of one round.
-        long: which of them have a long prompt.
-    """
+    """Gaps between bursts, in seconds, during which a long prompt of another request waited or was read."""
     spans = [(t.arrived, t.bursts[0][0], number) for number, t in enumerate(timelines) if long[number] and t.bursts]
     found: list[float] = []
     for number, timeline in enumerate(timelines):
@@ -134,13 +123,7 @@ def gaps_while_prompts_arrive(timelines: Sequence[Timeline], long: Sequence[bool
 
 
 def figures(rounds: Sequence[Round], workload: WorkloadConfig, long: Sequence[bool]) -> dict[str, Any]:
-    """Latencies and goodput of a side under the load, for the key ``open_loop`` of a result record.
-
-    Args:
-        rounds: of one side.
-        workload: of the run.
-        long: which requests of a round have a long prompt.
-    """
+    """Latencies and goodput of a side under the load, for the key ``open_loop`` of a result record."""
     every = [timeline for one in rounds for timeline in one.timelines]
     spans = [max(t.arrived for t in one.timelines) - min(t.arrived for t in one.timelines) for one in rounds]
     offered = sum(len(one.timelines) - 1 for one in rounds) / sum(spans) if sum(spans) > 0 else None
@@ -172,22 +155,19 @@ def describe(workload: WorkloadConfig) -> str:
 
 def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     """All sides in one table; latencies and goodput over the requests of all rounds."""
-    shown = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    shown.add_column("side")
-    for heading in ("goodput", "TTFT", "p99", "ITL", "p99", "gap p99", "length"):
-        shown.add_column(heading, justify="right", no_wrap=True)
-    shown.add_column("equal", no_wrap=True)
+    cells, caption = [], ""
     for row in rows:
         if row["equal"] is False:
-            shown.add_row(Text(row["side"]), *[""] * 7, Text("NO"))
+            cells.append((row["side"], *[""] * 7, "NO"))
             continue
         served, gap = row["open_loop"]["goodput"], row["open_loop"]["gap_while_long_prompts_ms"]
         times = [f"{row[key][part]:.1f}" if row[key] else "" for key in ("ttft_ms", "itl_ms") for part in ("p50", "p99")]
-        shown.add_row(
-            Text(row["side"]), f"{served['within']} of {served['requests']}", *times, f"{gap['p99']:.1f}" if gap else "",
+        cells.append((
+            row["side"], f"{served['within']} of {served['requests']}", *times, f"{gap['p99']:.1f}" if gap else "",
             f"{row['acceptance_length']:.2f}" if row["acceptance_length"] else "", "yes" if row["equal"] else "-",
-        )  # fmt: skip
+        ))  # fmt: skip
         limits = f"within {served['ttft_limit_ms']:g} ms to the first token and {served['itl_limit_ms']:g} ms between tokens"
         gaps = "gap: between tokens while a long prompt of another request waits or is read"
-        shown.caption = f"times in ms, p50 or as said; goodput: requests {limits}; {gaps}"
-    return shown
+        caption = f"times in ms, p50 or as said; goodput: requests {limits}; {gaps}"
+    headings = ("side", "goodput", "TTFT", "p99", "ITL", "p99", "gap p99", "length", "equal")
+    return terminal.table(title, headings, cells, ("side", "equal"), caption=caption)

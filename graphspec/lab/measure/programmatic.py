@@ -37,8 +37,6 @@ class Finding:
     """One pair of engines.
 
     Attributes:
-        name: shape and dtype.
-        tokens: compared.
         difference: where the two first differ; empty: nowhere.
     """
 
@@ -65,12 +63,7 @@ def tokens_of(build: Callable[..., LLM], **keys: Any) -> list[list[int]]:
 
 
 def compare(build: Callable[..., LLM] = LLM, device: str = "cuda", runtime: str = "captured", mode: str = "fused") -> Iterator[Finding]:
-    """A finding for each shape and dtype.
-
-    Args:
-        build: makes an engine.
-        device, runtime, mode: of the engines.
-    """
+    """A finding for each shape and dtype."""
     for name, shape in SHAPES.items():
         for dtype in DTYPES if device == "cuda" else DTYPES[:1]:
             keys = {**shape, "dtype": dtype, "device": device, "runtime": runtime, "mode": mode, **ENGINE}

@@ -98,12 +98,7 @@ def devices() -> dict[str, Any]:
 
 
 def provenance(config: Config | None = None, plan: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The provenance record, a flat object.
-
-    Args:
-        config: the configuration that ran.
-        plan: what it resolved to, :meth:`graphspec.plan.plan.Plan.describe`.
-    """
+    """The provenance record, a flat object."""
     record: dict[str, Any] = {
         "kind": "provenance",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

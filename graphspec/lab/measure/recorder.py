@@ -1,5 +1,5 @@
 """Times an engine's launches: a launcher that wraps the cycle, and programs that time their stages. The only work added to what is timed is
-reading the clock (CPU) and recording events (CUDA).
+reading the clock (CPU) and recording events (CUDA). :func:`chrome_trace` draws recorded launches.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
+from ...engine.launcher import Forwarding
 from ...graphs.capture import Capturer, ProgramCapturer
 from ...graphs.cycle import Cycle, RingEntry
-from ...graphs.programs import Key, Program
+from ...graphs.programs import Key, Program, describe
 from ...graphs.stages.mailbox import Message
 from ...shapes import GraphKey
 
@@ -25,13 +26,9 @@ class Launch:
     """One launch of a program; moments in seconds of :func:`time.perf_counter`.
 
     Attributes:
-        key: of the program.
-        began, launched: before and after the launch.
         ready: when the device was done, where that was waited for or the device is this CPU.
         busy: seconds between ``began`` and ``ready`` in which the program ran or was waited for.
-        read_began, read: before and after reading its result.
         stages: milliseconds of each stage, if they were timed.
-        program_began: when the program itself began, on a CPU.
     """
 
     key: Key
@@ -88,7 +85,6 @@ class MarkedProgram:
     replay (``cudaEventRecordExternal``). The cost of the events, a few microseconds each, is in the stages' times and not in the cycle's.
 
     Args:
-        program: whose stages are run.
         make_event: makes a timing event that may be recorded in a capture.
         capturer: captures the stages, which also runs them, see :func:`inert`. None: they are launched directly.
     """
@@ -119,15 +115,9 @@ def external_event() -> TimingEvent:
 @contextmanager
 def inert(cycle: Cycle) -> Iterator[None]:
     """A context in which programs may run without effect: the message is empty, and all state is restored at the end."""
-    state = cycle.arena.snapshot(("mail", "state", "ring"))
-    mail = torch.zeros(cycle.layout.size, dtype=torch.int64)
-    cycle.layout.encode(Message(lanes=()), mail)
-    try:
-        with torch.no_grad():
-            cycle.arena["mail"].copy_(mail)
-            yield
-    finally:
-        cycle.arena.restore(state)
+    with torch.no_grad(), Forwarding(cycle).rewinding(Message(lanes=()), "mail", "state", "ring") as rewind:
+        rewind()
+        yield
 
 
 def stage_timer(cycle: Cycle, key: Key) -> StageTimer:
@@ -142,31 +132,27 @@ def stage_timer(cycle: Cycle, key: Key) -> StageTimer:
         return MarkedProgram(program, external_event, Capturer(cycle.arena) if cycle.plan.runtime.captured else None)
 
 
-class Recorder:
+class Recorder(Forwarding):
     """A launcher that forwards every call and records its time.
 
     Args:
-        cycle: that it launches.
         wait: wait for the device after every launch, so that the rest of a cycle's time is the host's. Has no effect on a CPU.
         timers: stage timers that run in place of the programs of these keys.
     """
 
     def __init__(self, cycle: Cycle, *, wait: bool = False, timers: dict[Key, StageTimer] | None = None) -> None:
-        self.cycle, self.timers = cycle, timers or {}
+        super().__init__(cycle)
+        self.timers = timers or {}
         self._on_cpu = cycle.plan.device == "cpu"
         self._wait = wait and not self._on_cpu
         self._program = (0.0, 0.0)
         self._unread: dict[int, Launch] = {}
         self.launches: list[Launch] = []
 
-    @property
-    def in_flight(self) -> int:
-        return self.cycle.in_flight
-
     def launch(self, key: Key, message: Message) -> int:
         began = time.perf_counter()
         with self._watched(key):
-            ticket = self.cycle.launch(key, message)
+            ticket = super().launch(key, message)
         launched = ready = time.perf_counter()
         start, busy = self._program
         if self._wait:
@@ -185,7 +171,7 @@ class Recorder:
     def read(self, ticket: int) -> RingEntry:
         one = self._unread.pop(ticket)
         one.read_began = time.perf_counter()
-        entry = self.cycle.read(ticket)
+        entry = super().read(ticket)
         one.read = time.perf_counter()
         return entry
 
@@ -238,3 +224,53 @@ class Recorder:
         if not rows:
             return []
         return [(name, [row[place][1] for row in rows]) for place, (name, _) in enumerate(rows[0])]
+
+
+PROCESS = 1
+TRACKS = {"host": 1, "device": 2, "stages": 3}
+
+
+def chrome_trace(launches: Sequence[Launch], title: str) -> list[dict[str, Any]]:
+    """Events of one run: what the host did (launch, read, the scheduler between them), programs, and the stages inside them.
+
+    On a CPU programs run in the host's thread and are drawn when they ran. On a GPU a program is drawn from its launch to the end of the
+    wait for it, and its stages, timed by events in the graph, one after the other from there.
+
+    Args:
+        launches: in order, of a :class:`graphspec.lab.measure.recorder.Recorder` that waits.
+    """
+    names: list[dict[str, Any]] = [_name("process_name", 0, title)]
+    names += [_name("thread_name", track, name) for name, track in TRACKS.items()]
+    if not launches:
+        return names
+    zero = launches[0].began
+    spans: list[dict[str, Any]] = []
+
+    def span(track: str, name: str, start: float, end: float, **details: Any) -> None:
+        spans.append({
+            "ph": "X", "pid": PROCESS, "tid": TRACKS[track], "name": name, "cat": track, "ts": 1e6 * (start - zero),
+            "dur": max(0.0, 1e6 * (end - start)), "args": details,
+        })  # fmt: skip
+
+    cycles, reached = 0, zero
+    for one in launches:
+        what = describe(one.key)
+        cycles += one.is_cycle
+        name = f"cycle {cycles}" if one.is_cycle else "prefill"
+        if one.began > reached:
+            span("host", "schedule", reached, one.began)
+        span("host", "launch", one.began, one.launched, program=what)
+        if one.read:
+            span("host", "read", one.read_began, one.read, program=what)
+        reached = max(one.launched, one.read)
+        if one.busy:
+            span("device", name, one.program_began, one.program_began + one.busy, program=what)
+        moment = one.program_began
+        for stage, milliseconds in one.stages:
+            span("stages", stage, moment, moment + milliseconds / 1e3, cycle=cycles)
+            moment += milliseconds / 1e3
+    return [*names, *sorted(spans, key=lambda event: (event["ts"], -event["dur"]))]
+
+
+def _name(kind: str, track: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": PROCESS, "tid": track, "name": kind, "args": {"name": name}}

@@ -194,11 +194,7 @@ def on_cpu(side: SideRecord) -> bool:
 
 
 def find_files(names: Sequence[str]) -> list[Path]:
-    """The given files, and every ``.jsonl`` file below the given folders.
-
-    Raises:
-        ConfigError: a name is neither a file nor a folder, or nothing was found.
-    """
+    """The given files, and every ``.jsonl`` file below the given folders."""
     files: list[Path] = []
     for name in names:
         path = user_path("report.files", name)
@@ -220,11 +216,7 @@ def _finite(number: str) -> float:
 
 
 def read_lines(file: Path) -> Iterator[Line]:
-    """The records of one file. Empty lines are skipped.
-
-    Raises:
-        ConfigError: the file can't be read, or a line is no JSON object; the key names file and line.
-    """
+    """The records of one file. Empty lines are skipped."""
     provenance: dict[str, Any] = {}
     try:
         data = file.read_bytes()
@@ -246,11 +238,7 @@ def read_lines(file: Path) -> Iterator[Line]:
 
 
 def read_results(names: Sequence[str]) -> Results:
-    """Read files and folders. Unknown kinds, and lines without one, are ignored.
-
-    Raises:
-        ConfigError: a malformed line, or no line of any file that can be shown.
-    """
+    """Read files and folders. Unknown kinds, and lines without one, are ignored."""
     results = Results(find_files(names))
     kinds: dict[str, Callable[[Line], None]] = {
         "provenance": lambda line: results.provenances.append(line.record),

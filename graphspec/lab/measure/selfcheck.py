@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from ...api.diff import comparable, diff, difference
-from ...api.llm import LLM
+from ...api.llm import LLM, generate_through
 from ...config.command_options import LaunchConfig
 from ...engine.device import resolve_device
+from ...engine.launcher import Forwarding
 from ...engine.request import measured_params
 from ...facts import read_model_facts
 from ...facts.folders import model_folder
-from ...graphs.cycle import Cycle, RingEntry
+from ...graphs.cycle import Cycle
 from ...graphs.programs import Key
 from ...graphs.stages.mailbox import Message
 from ...plan.runtime import resolve_runtime
@@ -62,53 +63,40 @@ def _captured_against_direct(config: LaunchConfig, prompt: list[int], tokens: in
     params = measured_params(config.sampling, max_tokens=tokens, stop_token_ids=(), ignore_eos=True)
     llm.warm_up(sampling=params.sampling_class)
     comparing = ComparingReplay(llm.cycle)
-    llm.generate(prompt, params, launcher=comparing)
+    generate_through(llm, comparing, prompt, params)
     if comparing.difference:
         return {"equal": False, "sentence": f"captured against direct: launch {comparing.launches}: {comparing.difference}"}
     return {"equal": True, "sentence": f"captured against direct: every slot equal to the bit in {comparing.launches} launches"}
 
 
-class ComparingReplay:
+class ComparingReplay(Forwarding):
     """A launcher that runs every captured program twice before it launches it: directly and as a replay, from the same state.
 
     Attributes:
-        launches: compared.
         difference: the first difference; empty while there is none.
     """
 
     def __init__(self, cycle: Cycle) -> None:
-        self.cycle = cycle
+        super().__init__(cycle)
         self.launches = 0
         self.difference = ""
-
-    @property
-    def in_flight(self) -> int:
-        return self.cycle.in_flight
-
-    def read(self, ticket: int) -> RingEntry:
-        return self.cycle.read(ticket)
 
     def launch(self, key: Key, message: Message) -> int:
         if self.cycle.programs[key].replay is not None and not self.difference:
             self._compare(key, message)
-        return self.cycle.launch(key, message)
+        return super().launch(key, message)
 
     def _compare(self, key: Key, message: Message) -> None:
         program, arena = self.cycle.programs[key], self.cycle.arena
         assert program.replay is not None
         self.cycle.ready(key, message)
-        before = arena.snapshot()
-        mail = torch.zeros(self.cycle.layout.size, dtype=torch.int64)
-        self.cycle.layout.encode(message, mail)
         names = sorted({name for stage in program.stages for name in stage.writes})
         found = []
-        with torch.no_grad():
+        with torch.no_grad(), self.rewinding(message, "state", "lane", "ring", "kv") as rewind:
             for run in (program.direct, program.replay):
-                arena.restore(before)
-                arena["mail"].copy_(mail)
+                rewind()
                 run()
                 found.append({name: comparable(arena, name).clone() for name in names})
-        arena.restore(before)
         self.launches += 1
         details = ((name, difference(found[0][name], found[1][name], exact=True)) for name in names)
         self.difference = next((f"slot {name} {detail}" for name, detail in details if detail), "")

@@ -21,12 +21,7 @@ ROLES = (*OURS, "hf", *ONE_ROW, API)
 
 @dataclass(frozen=True, slots=True)
 class SideConfig:
-    """One way to serve the workload.
-
-    Attributes:
-        role: one of :data:`ROLES`, which determines the program.
-        config: the whole configuration of this side.
-    """
+    """One way to serve the workload."""
 
     role: str
     config: LaunchConfig
@@ -68,11 +63,7 @@ def for_workload(config: LaunchConfig) -> LaunchConfig:
 
 
 def sides_of(config: LaunchConfig) -> list[SideConfig]:
-    """The configured engine, then those of ``baseline``; an engine that decodes plainly is its own plain baseline.
-
-    Raises:
-        ConfigError: a baseline that can't serve this workload.
-    """
+    """The configured engine, then those of ``baseline``; an engine that decodes plainly is its own plain baseline."""
     sides = [SideConfig(SUBJECT, config)]
     for role in config.baseline:
         if role in ONE_ROW and config.workload.batch > 1:

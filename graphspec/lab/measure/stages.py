@@ -37,10 +37,7 @@ def profile_cycles(
     """Times inside the cycles of a workload, under the keys of a result record.
 
     Args:
-        llm: the engine, warmed up for the workload.
-        run: runs the workload once.
         context: committed tokens of a row for the floor: the mean over the workload.
-        token_map: ``variant.token_map``.
         stages: time stages too, for which compiled ones are compiled one by one.
         bandwidth: bytes per second of this GPU, measured in the same run; None: measure it. A CPU is always measured, by what these
             cycles touch.
@@ -117,34 +114,16 @@ class Probe(Recorder):
         return super().launch(key, message)
 
     def _look(self, message: Message) -> None:
-        arena = self.cycle.arena
         self.cycle.ready(self._key, message)
-        before = arena.snapshot(("mail", "state", "ring"))
-        mail = torch.zeros(self.cycle.layout.size, dtype=torch.int64)
-        self.cycle.layout.encode(message, mail)
-
-        def rewind() -> None:
-            arena.restore(before)
-            arena["mail"].copy_(mail)
-
         try:
-            self.found = kernel_timeline(self.cycle.programs[self._key], rewind)
+            with self.rewinding(message, "mail", "state", "ring") as rewind:
+                self.found = kernel_timeline(self.cycle.programs[self._key], rewind)
         except ResourceError as error:
             self.missing = str(error)
-        arena.restore(before)
 
 
 def kernel_timeline(program: Callable[[], None], rewind: Callable[[], None], replays: int = PROFILED_REPLAYS) -> dict[str, Any]:
-    """The kernels of one call of ``program``, from torch's profiler; see :func:`summarise_kernels`.
-
-    Args:
-        program: a captured program.
-        rewind: restores its state before each call.
-        replays: profiled calls.
-
-    Raises:
-        ResourceError: the profiler recorded no kernel, for example because the process may not use CUPTI.
-    """
+    """The kernels of one call of ``program``, from torch's profiler; see :func:`summarise_kernels`."""
     from torch.profiler import ProfilerActivity, profile
 
     calls = []

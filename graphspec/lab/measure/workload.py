@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
+from typing import Any
 
 from ...config.command_options import CLOSED, LaunchConfig, WorkloadConfig
 from ...config.paths import read_json, read_text
@@ -24,8 +25,6 @@ class WorkloadRequest:
     """One request of the workload.
 
     Attributes:
-        prompt: token ids.
-        seed: of the sampler.
         output_tokens: most new tokens; None: those of the workload.
     """
 
@@ -39,11 +38,6 @@ class Workload:
     """All requests of one round, and their common settings.
 
     Attributes:
-        requests: in order.
-        batch: requests at once.
-        output_tokens: most new tokens of each.
-        ignore_eos: whether end-of-text ids do not end a request.
-        sampling: temperature and the rest.
         arrivals: seconds from the beginning of a round at which each request arrives; None: a closed loop.
         long: whether each request has a long prompt among shorter ones.
     """
@@ -71,16 +65,25 @@ class Workload:
         return sum(len(request.prompt) for request in self.requests) / len(self.requests)
 
 
+def describe_outsider(config: LaunchConfig, workload: Workload, label: str, why: str, **more: Any) -> dict[str, Any]:
+    """What a side that is no engine of this package says of itself; ``why`` it has no figures of cycles. ``more`` adds to it."""
+    absent = ("acceptance_length", "drafted_per_second", "accepted_per_second", "stages", "cycle_ms", "host_us", "nodes", "gap_ms")
+    return {
+        "label": label,
+        **dict.fromkeys(("variant", "shape", "runtime", "attention", "dtype", "device")),
+        "digest": workload.digest,
+        "input_tokens": workload.input_tokens,
+        "temperature": config.sampling.stated_temperature,
+        "not_measured": dict.fromkeys(absent, why),
+        **more,
+    }
+
+
 def make_workload(config: LaunchConfig, encode: Callable[[str], list[int]], vocab_size: int) -> Workload:
     """The requests that ``config.workload`` describes.
 
     Args:
-        config: of the whole run.
-        encode: the target's tokenizer.
         vocab_size: of the target; random prompts draw from its ids.
-
-    Raises:
-        ConfigError: a file that can't be read or holds no prompt, or a prompt that is empty.
     """
     workload = config.workload
     if workload.trace is not None:
@@ -144,11 +147,7 @@ def held_out_texts() -> list[str]:
 
 
 def file_texts(workload: WorkloadConfig) -> list[str]:
-    """The prompts of ``workload.file``: the whole file as one, or, in a ``.jsonl`` file, a string or an object with ``prompt`` per line.
-
-    Raises:
-        ConfigError: no file, an unreadable one, or a line that is neither a string nor such an object.
-    """
+    """The prompts of ``workload.file``: the whole file as one, or, in a ``.jsonl`` file, a string or an object with ``prompt`` per line."""
     if workload.file is None:
         raise ConfigError("workload.file", "the path of a file with workload.source=file", None)
     text = read_text("workload.file", workload.file)

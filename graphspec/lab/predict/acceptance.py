@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SIBLING = 0.6
 """g, acceptance of a sibling relative to the next better one. Fitted to the demo drafts' chains and trees; see ``docs/choosing.md``."""
 COUPLED_SIBLING = 0.7
-"""The same where drafts are ranked with the sampler's noise, which moves probable tokens up among the siblings too."""
+"""g where drafts are ranked with the sampler's noise, which moves probable tokens up among the siblings too."""
 GUESS = (0.8, 0.75, 0.7, 0.65, 0.65, 0.65, 0.65)
 """Shares of a chain if none were measured: about those of EAGLE-3 with Llama-3.1-8B on MT-bench (vLLM issue 20780: 2.79 tokens per
 cycle at S = 3, 3.54 at S = 7). They vary with draft, text and temperature."""
@@ -39,8 +39,6 @@ class Acceptance:
 
     Attributes:
         shares: of drafts accepted at depth 1, 2, ... given the ones before, for the best candidate; deeper ones have the last share.
-        source: where they come from.
-        sibling: g.
         measured: tokens per cycle of shapes that were run, which take precedence over the estimate.
     """
 
@@ -58,7 +56,7 @@ class Acceptance:
         return self.measured[shape] if shape in self.measured else self.estimate(shape)
 
     def estimate(self, shape: CycleShape) -> float:
-        """The same by the model of this module, whether measured or not."""
+        """New tokens per cycle by the model of this module, whether measured or not."""
         return 1.0 + sum(sorted(self._paths(shape), reverse=True)[: shape.num_draft_tokens - 1])
 
     def share(self, depth: int) -> float:

@@ -6,7 +6,8 @@ another without gaps, and the host adds ``Efficiency.host_ms``. These are assump
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,7 +15,6 @@ from ...config.catalog import Variant
 from ...errors import ConfigError
 from ...shapes import MAX_WINDOW, PLAIN, CycleShape
 from ..floor import FloorModel, Hardware, StageCost
-from .acceptance import Acceptance
 
 DEFAULT_EFFICIENCY = 0.85
 """README's aim for plain decoding; used if nothing was measured."""
@@ -55,11 +55,8 @@ class Efficiency:
 
     Attributes:
         overall: share of every stage without a figure of its own.
-        stages: shares by name.
         rates: operations per second, by stage: a stage takes its operations divided by this in addition to its share of the floor. Only
             measured results have such figures: a processor whose caches hold the weights is limited by something other than its memory.
-        host_ms: added to every cycle.
-        source: where the figures come from.
     """
 
     overall: float = DEFAULT_EFFICIENCY
@@ -84,7 +81,7 @@ class Efficiency:
         return self.host_ms
 
     def record(self) -> dict[str, Any]:
-        """As JSON."""
+        """The figures as JSON."""
         return {"overall": self.overall, "stages": dict(self.stages), "rates": dict(self.rates), "host_ms": self.host_ms}
 
 
@@ -104,10 +101,7 @@ class Prediction:
     """One cycle.
 
     Attributes:
-        shape, batch, context: of the cycle.
-        stages: the stages with weights, in order.
         cycle_ms: predicted milliseconds of a cycle, the host's share included.
-        floor_ms: milliseconds it takes at least.
     """
 
     shape: CycleShape
@@ -118,50 +112,96 @@ class Prediction:
     floor_ms: float
 
     def tokens_per_second(self, length: float) -> float:
-        """Of all rows together, when a cycle commits ``length`` tokens of each."""
+        """Tokens per second of all rows together, when a cycle commits ``length`` tokens of each."""
         return 1e3 * self.batch * length / self.cycle_ms
 
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A shape and its predicted speed.
-
-    Attributes:
-        prediction: of its cycle.
-        acceptance_length: tokens per row and cycle.
-        tokens_per_second: of all rows together.
-    """
+    """A shape and its predicted speed; ``acceptance_length`` is tokens per row and cycle."""
 
     prediction: Prediction
     acceptance_length: float
-    tokens_per_second: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of all rows together."""
+        return self.prediction.tokens_per_second(self.acceptance_length)
 
     @property
     def shape(self) -> CycleShape:
         """(S, K, N)."""
         return self.prediction.shape
 
+    def record(self) -> dict[str, Any]:
+        """The shape, its batch and its figures as JSON."""
+        figures = {"predicted_ms": self.prediction.cycle_ms, "tokens_per_second": self.tokens_per_second}
+        return {"batch": self.prediction.batch, "shape": self.shape.numbers, **figures, "acceptance_length": self.acceptance_length}
 
-def predict(
-    model: FloorModel, shape: CycleShape, batch: int, context: int, hardware: Hardware, efficiency: Timing | None = None
-) -> Prediction:
-    """Predict the time of one cycle.
 
-    Args:
-        model: target and draft, :meth:`FloorModel.of`.
-        shape: (S, K, N); ``PLAIN`` decodes plainly.
-        batch: rows in the cycle.
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What cycles are predicted from.
+
+    Attributes:
         context: committed tokens of each row.
-        hardware: bandwidth and peak.
-        efficiency: None: :data:`DEFAULT_EFFICIENCY` for every stage, and no host time.
+        timing: default: :data:`DEFAULT_EFFICIENCY` for every stage, and no host time.
     """
-    efficiency = efficiency or Efficiency()
-    stages, costs = [], model.stages(shape, batch, context)
-    for cost in costs:
-        times = cost.floor_ms(hardware), efficiency.milliseconds(cost, hardware)
-        stages.append(StagePrediction(cost.name, cost, *times, cost.compute_bound(hardware)))
-    total = sum(stage.ms for stage in stages) + efficiency.beyond_ms(shape, costs)
-    return Prediction(shape, batch, context, tuple(stages), total, sum(stage.floor_ms for stage in stages))
+
+    model: FloorModel
+    context: int
+    hardware: Hardware
+    timing: Timing = field(default_factory=Efficiency)
+
+    def predict(self, shape: CycleShape, batch: int) -> Prediction:
+        """One cycle of ``batch`` rows."""
+        stages, costs = [], self.model.stages(shape, batch, self.context)
+        for cost in costs:
+            times = cost.floor_ms(self.hardware), self.timing.milliseconds(cost, self.hardware)
+            stages.append(StagePrediction(cost.name, cost, *times, cost.compute_bound(self.hardware)))
+        total = sum(stage.ms for stage in stages) + self.timing.beyond_ms(shape, costs)
+        return Prediction(shape, batch, self.context, tuple(stages), total, sum(stage.floor_ms for stage in stages))
+
+    def rank(self, lengths: Mapping[CycleShape, float], batch: int) -> list[Ranked]:
+        """Shapes by predicted tokens per second, fastest first; the smaller first where two are equally fast.
+
+        Args:
+            lengths: tokens per cycle of each shape; with ``PLAIN`` among them plain decoding is ranked too.
+        """
+        ranked = [Ranked(self.predict(shape, batch), length) for shape, length in lengths.items()]
+        return sorted(ranked, key=lambda entry: (-entry.tokens_per_second, entry.shape.num_draft_tokens, entry.shape))
+
+    def free_width(self, batch: int, slack: float = FREE) -> int:
+        """The most nodes N per row, at most a window's, whose verification takes at most ``slack`` longer than that of one node.
+
+        Times are floors, unless they were measured.
+        """
+
+        def verify(nodes: int) -> float:
+            cost = self.model.stages(PLAIN if nodes == 1 else CycleShape(nodes - 1, 1, nodes), batch, self.context)[-1]
+            assumed = isinstance(self.timing, Efficiency)
+            return cost.floor_ms(self.hardware) if assumed else self.timing.milliseconds(cost, self.hardware)
+
+        most = (1 + slack) * verify(1)
+        return 1 + bisect_left(range(2, MAX_WINDOW + 1), True, key=lambda nodes: verify(nodes) > most)
+
+    def crossover(self, lengths: Mapping[CycleShape, float], largest: int = LARGEST_BATCH) -> int | None:
+        """The smallest batch from which no shape is predicted to be faster than plain decoding; None: up to ``largest`` some always is.
+
+        Powers of two are tried first, because with a mixture of experts drafting may pay at large batches only; the boundary after the
+        last one that pays is then found by bisection.
+        """
+
+        def pays(batch: int) -> bool:
+            best = self.rank(lengths, batch)
+            return bool(best) and best[0].tokens_per_second > self.predict(PLAIN, batch).tokens_per_second(1.0)
+
+        tried = sorted({*(2**power for power in range(largest.bit_length())), largest})
+        low = max((batch for batch in tried if pays(batch)), default=0)
+        if low == largest:
+            return None
+        high = next(batch for batch in tried if batch > low)
+        return low + 1 + bisect_left(range(low + 1, high), True, key=lambda batch: not pays(batch))
 
 
 def candidate_shapes(variant: Variant, heads: int = 1, deepest: int | None = None) -> list[CycleShape]:
@@ -170,7 +210,6 @@ def candidate_shapes(variant: Variant, heads: int = 1, deepest: int | None = Non
     Args:
         variant: catalog entry; one that does not speculate has none.
         heads: prediction heads of the draft with layers of their own; more than one allows chains only, of at most that many steps.
-        deepest: largest S.
     """
     if not variant.speculates:
         return []
@@ -190,83 +229,3 @@ def candidate_shapes(variant: Variant, heads: int = 1, deepest: int | None = Non
                 CycleShape(depth, fan, nodes, pool) for nodes in sizes if depth + 1 < nodes <= most and max(nodes, slots) <= MAX_WINDOW
             ]
     return found
-
-
-def rank_shapes(
-    model: FloorModel, shapes: Iterable[CycleShape], acceptance: Acceptance, batch: int, context: int, hardware: Hardware,
-    efficiency: Timing | None = None,
-) -> list[Ranked]:  # fmt: skip
-    """Shapes by predicted tokens per second, fastest first; the smaller first where two are equally fast.
-
-    Args:
-        model, batch, context, hardware, efficiency: as for :func:`predict`.
-        shapes: such as :func:`candidate_shapes` gives; with ``PLAIN`` among them plain decoding is ranked too.
-        acceptance: of the draft.
-    """
-    lengths = {shape: acceptance.length(shape) for shape in shapes}
-    return rank_lengths(model, lengths, batch, context, hardware, efficiency)
-
-
-def rank_lengths(
-    model: FloorModel,
-    lengths: Mapping[CycleShape, float],
-    batch: int,
-    context: int,
-    hardware: Hardware,
-    efficiency: Timing | None = None,
-) -> list[Ranked]:
-    """:func:`rank_shapes` with the tokens per cycle of each shape known, which do not depend on the batch."""
-    ranked = []
-    for shape, length in lengths.items():
-        prediction = predict(model, shape, batch, context, hardware, efficiency)
-        ranked.append(Ranked(prediction, length, prediction.tokens_per_second(length)))
-    return sorted(ranked, key=lambda entry: (-entry.tokens_per_second, entry.shape.num_draft_tokens, entry.shape))
-
-
-def free_width(model: FloorModel, batch: int, context: int, hardware: Hardware, slack: float = FREE, timing: Timing | None = None) -> int:
-    """The most nodes N per row, at most a window's, whose verification takes at most ``slack`` longer than that of one node.
-
-    Times are floors, or those of ``timing``.
-    """
-
-    def verify(nodes: int) -> float:
-        cost = model.stages(CycleShape(0, 1, 1) if nodes == 1 else CycleShape(nodes - 1, 1, nodes), batch, context)[-1]
-        return cost.floor_ms(hardware) if timing is None else timing.milliseconds(cost, hardware)
-
-    least = verify(1)
-    low, high = 1, MAX_WINDOW
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if verify(middle) <= (1 + slack) * least else (low, middle - 1)
-    return low
-
-
-def crossover(
-    model: FloorModel, lengths: Mapping[CycleShape, float], context: int, hardware: Hardware, efficiency: Timing | None = None,
-    largest: int = LARGEST_BATCH,
-) -> int | None:  # fmt: skip
-    """The smallest batch from which no shape is predicted to be faster than plain decoding; None: up to ``largest`` some shape always is.
-
-    Powers of two are tried first, because with a mixture of experts drafting may pay at large batches only; the boundary after the last
-    one that pays is then found by bisection.
-
-    Args:
-        model, context, hardware, efficiency: as for :func:`predict`.
-        lengths: tokens per cycle of the shapes that may be chosen.
-        largest: batch at which the search ends.
-    """
-
-    def pays(batch: int) -> bool:
-        plain = predict(model, PLAIN, batch, context, hardware, efficiency).tokens_per_second(1.0)
-        best = rank_lengths(model, lengths, batch, context, hardware, efficiency)
-        return bool(best) and best[0].tokens_per_second > plain
-
-    tried = sorted({*(2**power for power in range(largest.bit_length())), largest})
-    low = max((batch for batch in tried if pays(batch)), default=0)
-    if low == largest:
-        return None
-    batch = next(batch for batch in tried if batch > low)
-    while batch - low > 1:
-        middle = (low + batch) // 2
-        low, batch = (middle, batch) if pays(middle) else (low, middle)
-    return batch

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...api.llm import LLM
+from ...api.llm import LLM, generate_through
 from ...config.paths import reason
 from ...config.schema import Config
 from ...engine.request import SamplingParams
@@ -50,7 +50,7 @@ MAX_CONTEXT = 1024
 """Longest context that is measured; longer ones are extrapolated."""
 IN_A_ROW = 3
 ROUNDS, SECONDS = 15, 8.0
-"""Of all points together: most rounds, and the seconds after which no further round begins."""
+"""Most rounds over all points together, and the seconds after which no further round begins."""
 PROMPT, NEW_TOKENS = 16, 96
 """Tokens of the request that whole cycles are timed with."""
 FOLDER = "passes"
@@ -63,7 +63,6 @@ def identity(config: Config, folders: Sequence[Path]) -> dict[str, Any]:
     """What a measurement is valid for.
 
     Args:
-        config: of the engine.
         folders: of the checkpoints; a file is identified by name, size and modification time.
     """
     source = hashlib.sha256()
@@ -105,11 +104,6 @@ def pass_times(
     """The times kept for this machine and model; measured and kept where there are none.
 
     Args:
-        config: of the engine, on the CPU.
-        variant: of the catalog.
-        pair: facts of target and draft.
-        model: their weights.
-        say: called with progress messages.
         folder: of the cache; None: the user's.
 
     Returns:
@@ -157,7 +151,7 @@ def _shape(numbers: Sequence[int], variant: Variant) -> CycleShape:
 
 
 def measure(config: Config, variant: Variant, model: FloorModel, say: Say) -> PassTimes | str:
-    """As :func:`pass_times`, without a cache."""
+    """The times of :func:`pass_times`, without a cache."""
     cycles: list[TimedCycle] = []
     curves: dict[str, Curve] = {}
     for place, (shape, batches) in enumerate(cells := timed_shapes(variant, model), 1):
@@ -214,7 +208,7 @@ def time_cycle(llm: LLM, shape: CycleShape, batch: int, runs: int = 3) -> TimedC
     found: list[float] = []
     for _ in range(runs):
         recorder = Recorder(llm.cycle)
-        llm.generate(prompts, params, launcher=recorder)
+        generate_through(llm, recorder, prompts, params)
         found.append(statistics.median(whole for whole, _ in recorder.cycle_times(recorder.most_common())))
     return TimedCycle(shape, batch, PROMPT + new_tokens // 2, 1e3 * min(found))
 

@@ -1,23 +1,33 @@
-"""Rows and contexts that fit: the engine's own memory plan, evaluated for one number of rows and one context after another."""
+"""Rows and contexts that fit: the engine's own memory plan, evaluated for one number of rows and one context after another.
+
+Where not even one row fits: how much memory is missing, and alternatives that fit, each with the command that plans it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+import shlex
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from ...config.schema import Config, ModelConfig
+from ...config.compose import load_config
+from ...config.schema import Config, ModelConfig, VariantConfig
+from ...errors import spell_bytes
 from ...graphs.memory import GIB, MemoryPlan, fit_memory, parameter_bytes
 from ...kernels import resolve
 from ...models.stack import uses_packed_weights
 from ...plan.plan import Plan, make_plan
 from ...plan.runtime import resolve_runtime
+from ...shapes import PLAIN
 from ..floor import FloorModel, has_tensors, kv_bytes_per_token
 
 if TYPE_CHECKING:
     from ...config.command_options import LaunchConfig
     from ...facts import ModelFacts, RecurrentFacts
     from ...shapes import CycleShape
+    from ..floor import FloorModel
     from .model_pair import ModelPair
 
 MOST_ROWS = 4096
@@ -28,7 +38,6 @@ class StateCost:
     """What the recurrent layers of one row cost, in bytes, and what a state kept for each node would.
 
     Attributes:
-        state: of the row, in all layers.
         records: of the nodes of a cycle, from verification to commit.
         snapshots: of a state per node, which is not kept.
         traffic: moved in a cycle. Verification reads the state, the commit reads and writes it, and what nodes record is written and read.
@@ -55,12 +64,10 @@ class Capacity:
     Attributes:
         parts: memory by use with ``shown_rows`` rows at ``context``: name, bytes, whether it is an estimate.
         shown_rows: rows that ``parts`` is computed for.
-        context: tokens of a row, prompt and output.
         kv_per_token: bytes of a token in the target's pool and in the draft's.
         window: bytes of a row's window, after its committed tokens, in both pools.
         budget: bytes the engine may use; None: the memory of the hardware is not known.
         rows: most rows at ``context``; 0: not even one fits; None: not known.
-        longest: longest context of a single row; likewise.
         chunks: sizes of prefill chunks that ``parts`` is computed for.
         runtime: of the planned engine, and why.
         states: of one row; None: no layer is recurrent.
@@ -120,11 +127,7 @@ def capacity(
 
     Args:
         config: as composed; its runtime group gives page size, chunks and share of the memory.
-        pair: facts of both models.
-        model: their weights.
         shape: the widest shape to serve; without steps, the variant's automatic one.
-        context: tokens of each row.
-        device, dtype: resolved, not ``auto``.
         memory: bytes of the hardware; None: not known.
     """
     _, smallest = engine_plan(config, pair, shape, 1, context, device=device, dtype=dtype, memory=memory)
@@ -175,14 +178,9 @@ def capacity(
 
 def _largest(holds: Callable[[int], bool], limit: int) -> int:
     """The largest number up to ``limit`` for which ``holds``, which fails for every number above one that fails; 0: it never holds."""
-    low, high = 0, 1
-    while high <= limit and holds(high):
-        low, high = high, high * 2
-    high = min(high, limit + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+    # Powers of two first: an engine far larger than fits can't even be planned.
+    high = next((2**power for power in range(limit.bit_length()) if not holds(2**power)), limit + 1)
+    return high // 2 + bisect_left(range(high // 2 + 1, high), True, key=lambda number: not holds(number))
 
 
 def _plan(
@@ -225,8 +223,6 @@ def engine_plan(
     Args:
         config, pair, device, dtype, memory: as of :func:`capacity`.
         shape: of its cycles; without steps, the variant's automatic one.
-        rows: lanes of its largest bucket.
-        context: tokens of each row.
     """
     drafting = config.variant
     if drafting.tree_choices is None and shape.num_steps:
@@ -258,3 +254,86 @@ def _tables(pair: ModelPair, plan: Plan) -> tuple[int, int]:
 def _table(facts: ModelFacts, positions: int) -> int:
     """Bytes of the float32 table of cos and sin."""
     return 0 if facts.rope.kind == "dynamic" else 4 * positions * facts.rope.rotary_dim(facts.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """An alternative that fits."""
+
+    what: str
+    command: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shortfall:
+    """Why not even one row fits.
+
+    Attributes:
+        needed, allowed: bytes of an engine with one row, and bytes that may be used.
+    """
+
+    needed: int
+    allowed: int
+    context: int
+    alternatives: list[Alternative] = field(default_factory=list)
+
+    @property
+    def sentence(self) -> str:
+        """The first line of the answer."""
+        return f"Does not fit: one row of {self.context} tokens needs {spell_bytes(self.needed)}, {spell_bytes(self.allowed)} may be used."
+
+
+def find_shortfall(
+    config: LaunchConfig, pair: ModelPair, model: FloorModel, shape: CycleShape, found: Capacity, dtype: str, memory: int | None
+) -> Shortfall | None:
+    """None if a row fits, or if the memory is not known."""
+    if found.rows != 0 or found.budget is None or memory is None:
+        return None
+    if shape.num_steps and config.variant.tree_choices is None:
+        # The commands plan this shape, even if they would recommend another.
+        steps, topk, nodes = shape.num_steps, shape.topk, shape.num_draft_tokens
+        config = replace(config, variant=replace(config.variant, num_steps=steps, topk=topk, num_draft_tokens=nodes))
+    return Shortfall(found.total, found.budget, found.context, list(_alternatives(config, pair, model, shape, found, dtype, memory)))
+
+
+def _alternatives(
+    config: LaunchConfig, pair: ModelPair, model: FloorModel, shape: CycleShape, found: Capacity, dtype: str, memory: int
+) -> Iterator[Alternative]:
+    if found.longest:
+        yield Alternative(f"a row of at most {found.longest} tokens", _command(config, f"plan.context={found.longest}"))
+    plain = replace(config, variant=VariantConfig(name="none"))
+    alone = replace(pair, draft=None), replace(model, draft=None, draft_own=None, draft_weights=())
+    if pair.draft is not None and _fits(plain, *alone, PLAIN, found.context, dtype, memory):
+        yield Alternative("plain decoding, without the draft", _command(plain))
+    for name, larger in sorted(_known_hardware(), key=lambda entry: entry[1]):
+        if name != config.hardware.name and _fits(config, pair, model, shape, found.context, dtype, larger):
+            yield Alternative(f"{name}, which has {spell_bytes(larger)}", _command(config, hardware=name))
+            return
+
+
+def _fits(config: LaunchConfig, pair: ModelPair, model: FloorModel, shape: CycleShape, context: int, dtype: str, memory: int) -> bool:
+    single_batch = replace(config, plan=replace(config.plan, batches=[1]))
+    found = capacity(single_batch, pair, model, shape, context, device="cuda", dtype=dtype, memory=memory)
+    return bool(found.rows)
+
+
+def _known_hardware() -> Iterator[tuple[str, int]]:
+    """GPUs of the ``hardware`` group with their bytes of memory."""
+    for file in files("graphspec.conf").joinpath("hardware").iterdir():
+        name = file.name.removesuffix(".yaml")
+        if name not in ("auto", "cpu"):
+            hardware = load_config(f"hardware={name}").hardware
+            if hardware.capacity_gib is not None:
+                yield name, int(hardware.capacity_gib * 2**30)
+
+
+def _command(config: LaunchConfig, *words: str, hardware: str | None = None) -> str:
+    given = [f"model.path={config.model.path}", f"variant={config.variant.name}", f"hardware={hardware or config.hardware.name}"]
+    if hardware is None and config.hardware.memory_gib is not None:
+        given.append(f"hardware.memory_gib={config.hardware.memory_gib:g}")
+    given += [f"variant.draft={config.variant.draft}"] if config.variant.draft is not None else []
+    sizes = {key: getattr(config.variant, key) for key in ("num_steps", "topk", "num_draft_tokens")}
+    given += [f"variant.{key}={value}" for key, value in sizes.items() if value is not None]
+    if not any(word.startswith("plan.context=") for word in words) and config.plan.context is not None:
+        given.append(f"plan.context={config.plan.context}")
+    return shlex.join(["graphspec", "plan", *given, *words])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ from ...shapes import PLAIN, CycleShape
 from ..floor import FloorModel, Hardware
 from ..measure.results import SideRecord, read_results
 from .acceptance import Acceptance, conditional, fit_sibling
-from .advice import Efficiency, Timing, predict
+from .advice import Efficiency, Outlook, Timing
 from .passes import PassTimes
 
 KEY = "plan.measured"
@@ -31,28 +32,24 @@ class Measured:
 
     Attributes:
         file: its name.
-        sides: without those whose tokens differ from plain decoding's.
-        shapes: of each side; plain decoding is ``PLAIN``.
+        sides: without those whose tokens differ from plain decoding's; each with its shape, plain decoding with ``PLAIN``.
     """
 
     file: str
-    sides: tuple[SideRecord, ...]
-    shapes: tuple[CycleShape, ...]
+    sides: tuple[tuple[SideRecord, CycleShape], ...]
 
     def on(self, name: str, device: str) -> Measured:
         """The sides that ran on such a device, whose times are therefore valid for it.
 
         Args:
             name: of the hardware profile, which identifies a GPU; ``auto`` matches any.
-            device: ``cpu`` or ``cuda``.
         """
-        kept = [i for i, side in enumerate(self.sides) if _ran_on(side, name, device)]
-        return replace(self, sides=tuple(self.sides[i] for i in kept), shapes=tuple(self.shapes[i] for i in kept))
+        return replace(self, sides=tuple(entry for entry in self.sides if _ran_on(entry[0], name, device)))
 
     @property
     def bandwidth(self) -> float | None:
         """Bytes per second, measured in the run of the sides; median."""
-        found = [value for side in self.sides if (value := side.number("bandwidth")) is not None and value > 0]
+        found = [value for side, _ in self.sides if (value := side.number("bandwidth")) is not None and value > 0]
         return statistics.median(found) if found else None
 
 
@@ -60,12 +57,7 @@ def read_measured(file: str, variant: Variant, temperature: float) -> Measured:
     """Read a file, or a folder of files.
 
     Args:
-        file: ``plan.measured``.
         variant: whose sides are read; those of plain decoding are read too.
-        temperature: of the sides that are read.
-
-    Raises:
-        ConfigError: nothing there, a broken line, or no side of this engine.
     """
     if not user_path(KEY, file).exists():
         raise ConfigError(KEY, "a file that graphspec profile wrote", f"no file {brief(file, LONG)}")
@@ -85,22 +77,19 @@ def of_rows(rows: Iterable[Mapping[str, Any]], variant: Variant, name: str) -> M
 
     Args:
         rows: as :func:`graphspec.lab.measure.compare.records` gives them.
-        variant: that ran.
-        name: where they come from.
     """
     return _ours((SideRecord(name, dict(row), {}) for row in rows), variant, name)
 
 
 def _ours(candidates: Iterable[SideRecord], variant: Variant, name: str) -> Measured:
     """Sides of this engine, without those whose tokens were wrong."""
-    sides, shapes = [], []
+    found = []
     for side in candidates:
         plain = side.record["role"] == "none" or side.shape is None or side.shape[0] == 0
         ours = side.record["role"] in ROLES and (plain or side.get("variant") == variant.name)
         if ours and side.equal is not False:
-            sides.append(side)
-            shapes.append(PLAIN if plain or side.shape is None else CycleShape(*side.shape, variant.auto_shape.pool))
-    return Measured(name, tuple(sides), tuple(shapes))
+            found.append((side, PLAIN if plain or side.shape is None else CycleShape(*side.shape, variant.auto_shape.pool)))
+    return Measured(name, tuple(found))
 
 
 def _ran_on(side: SideRecord, name: str, device: str) -> bool:
@@ -118,12 +107,11 @@ def acceptance_of(measured: Measured, usual: float) -> Acceptance | None:
     offered K siblings, which underestimates the deeper ones a little.
 
     Args:
-        measured: sides.
         usual: g where no tree says what it is.
     """
     speculative = [
         (side, shape)
-        for side, shape in zip(measured.sides, measured.shapes, strict=True)
+        for side, shape in measured.sides
         if shape.num_steps and not side.get("synthetic") and side.get("acceptance_unconditional") and side.get("acceptance_length")
     ]
     if not speculative:
@@ -145,14 +133,8 @@ def acceptance_of(measured: Measured, usual: float) -> Acceptance | None:
 
 def _best_of(share: float, siblings: int, sibling: float) -> float:
     """The share of the best of ``siblings`` siblings, one of which is right in ``share`` of the cases; by bisection."""
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        if sum(Acceptance((middle,), sibling=sibling).ranked(1, siblings)) < share:
-            low = middle
-        else:
-            high = middle
-    return low
+    steps = 2**50
+    return bisect_left(range(steps), share, key=lambda step: sum(Acceptance((step / steps,), sibling=sibling).ranked(1, siblings))) / steps
 
 
 def context_of(side: SideRecord) -> int:
@@ -160,22 +142,16 @@ def context_of(side: SideRecord) -> int:
     return round((side.number("input_tokens") or 0) + (side.number("output_tokens") or 0) / 2)
 
 
-def timed(measured: Measured) -> list[int]:
-    """Indices of the sides whose cycle time is known."""
-    return [i for i, side in enumerate(measured.sides) if side.number("cycle_ms", "median")]
-
-
-def calibrate(model: FloorModel, measured: Measured, sides: Iterable[int], hardware: Hardware) -> Efficiency | None:
-    """How close to its floor each stage came, fitted to some of the sides; None without one whose cycle and stages were timed.
+def calibrate(model: FloorModel, measured: Measured, hardware: Hardware) -> Efficiency | None:
+    """How close to its floor each stage came, fitted to the sides; None without one whose cycle and stages were timed.
 
     The time of a cycle is divided among its stages in proportion to the run that timed them one by one. The part of stages without weights
     is added to every cycle as a constant, its median over the sides. The time of a stage is fitted by :func:`fit_stage`.
     """
     points: dict[str, list[tuple[float, float, float]]] = {}
     others: list[float] = []
-    for i in sides:
-        side = measured.sides[i]
-        prediction = predict(model, measured.shapes[i], side.batch, context_of(side), hardware, Efficiency(1.0))
+    for side, shape in measured.sides:
+        prediction = Outlook(model, context_of(side), hardware, Efficiency(1.0)).predict(shape, side.batch)
         times, cycle = stage_times(side), side.number("cycle_ms", "median")
         if not cycle or not all(times.get(stage.name) for stage in prediction.stages):
             continue
@@ -235,13 +211,13 @@ def predictions(
     measured time of a stage is its share of the cycle in the run that timed the stages one by one.
     """
     records: list[dict[str, Any]] = []
-    for i in timed(measured):
-        side, shape = measured.sides[i], measured.shapes[i]
-        others = [j for j in timed(measured) if (measured.shapes[j], measured.sides[j].batch) != (shape, side.batch)]
-        efficiency: Timing = passes or calibrate(model, measured, others, hardware) or default
-        prediction = predict(model, shape, side.batch, context_of(side), hardware, efficiency)
+    for side, shape in measured.sides:
         cycle = side.number("cycle_ms", "median")
-        assert cycle is not None
+        if not cycle:
+            continue
+        others = replace(measured, sides=tuple(one for one in measured.sides if (one[1], one[0].batch) != (shape, side.batch)))
+        efficiency: Timing = passes or calibrate(model, others, hardware) or default
+        prediction = Outlook(model, context_of(side), hardware, efficiency).predict(shape, side.batch)
         times = stage_times(side)
         scale = cycle / sum(times.values()) if times else 1.0
         rows: list[tuple[str | None, float, float]] = [(None, prediction.cycle_ms, cycle)]

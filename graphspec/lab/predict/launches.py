@@ -7,6 +7,7 @@ their neighbours. ``tests/lab/test_latency.py`` compares that rule with the code
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
@@ -53,11 +54,8 @@ class Step:
     """One launch.
 
     Attributes:
-        stage: that contains it.
         kernel: its name, :data:`INDUCTOR` or :data:`LIBRARY`.
-        grid: programs.
         values: arguments and compile-time constants by name; tensors have no data.
-        warps, stages: of the compiled kernel.
     """
 
     stage: str
@@ -70,10 +68,7 @@ class Step:
     @property
     def programs(self) -> int:
         """All of the grid."""
-        count = 1
-        for extent in self.grid:
-            count *= extent
-        return count
+        return math.prod(self.grid)
 
     @classmethod
     def of(cls, stage: str, launch: Launch) -> Step:
@@ -117,17 +112,7 @@ class _Between(TorchDispatchMode):
 def planned_steps(
     config: LaunchConfig, pair: ModelPair, variant: Variant, shape: CycleShape, batch: int, context: int, dtype: str
 ) -> list[Step] | None:
-    """The launches of a cycle of a planned engine; None: it would not run our kernels, or Triton is not installed.
-
-    Args:
-        config: as composed.
-        pair: facts of both models.
-        variant: catalog entry of the drafter.
-        shape: of the cycle.
-        batch: rows.
-        context: tokens of each row.
-        dtype: of weights and KV.
-    """
+    """The launches of a cycle of a planned engine; None: it would not run our kernels, or Triton is not installed."""
     if find_spec("triton") is None:
         return None
     if not shape.num_steps:
@@ -152,8 +137,6 @@ def record(plan: Plan, target: Decoder, draft: Any, lanes: int, sampling: Sampli
     Args:
         plan: of the engine, for a fused cycle; its device is not used.
         target, draft: networks without data, on ``meta``. Their kernels are replaced by ones that only record.
-        lanes: bucket; one of the plan's.
-        sampling: class of the requests.
     """
     from ...kernels.fused.launch import launcher, recording, semaphores
     from ...kernels.linear.fused.linear import Products, fused_linear, linear, linear_summed

@@ -17,6 +17,7 @@ from ...errors import CheckpointError, ConfigError
 from ...facts import DraftFacts, ModelFacts, read_model_facts
 from ...facts.hub import checkpoint_folder, is_hub_id
 from ...facts.keys import read_config
+from ..floor import has_tensors
 
 SHAPES = Path(str(files("graphspec"))) / "lab" / "predict" / "models"
 """Folder of the ``config.json`` files of published models, without weights."""
@@ -28,12 +29,9 @@ class ModelPair:
 
     Attributes:
         name: of the model: its folder's, or its name on the Hub.
-        folder: of the target's config.
         target: its facts, as if it were not quantised.
         draft: facts of the draft; None if the drafter is no network.
-        described: the draft in words.
         from_config: there is no checkpoint of the draft: its facts come from a config, or are assumed.
-        notes: what was assumed.
     """
 
     name: str
@@ -51,11 +49,7 @@ def shape_names() -> list[str]:
 
 
 def config_folder(path: str, revision: str | None = None) -> Path:
-    """Folder of a config: the user's own, the demo model's, one of :func:`shape_names`, or of a model of the Hub, without its weights.
-
-    Raises:
-        ConfigError: there is no such folder and no such name.
-    """
+    """Folder of a config: the user's own, the demo model's, one of :func:`shape_names`, or of a model of the Hub, without its weights."""
     from ...facts.folders import SHIPPED, model_folder
 
     if path in SHIPPED:
@@ -70,12 +64,6 @@ def config_folder(path: str, revision: str | None = None) -> Path:
 
 def read_model_pair(model_path: str, config: VariantConfig, variant: Variant, revision: str | None = None) -> ModelPair:
     """Facts of the target and of its draft, which are assumed if there is none.
-
-    Args:
-        model_path: ``model.path``.
-        config: the ``variant`` group.
-        variant: its catalog entry.
-        revision: ``model.revision``.
 
     Raises:
         ConfigError: no such folder; a draft for a drafter without a network; a drafter whose network can't be assumed.
@@ -129,9 +117,8 @@ def _draft_folder(folder: Path, model_path: str, config: VariantConfig, variant:
 def _read_draft(pair: ModelPair, folder: Path, variant: Variant) -> None:
     """Read a draft as the engine does where its folder has tensors, else from its config."""
     pair.described = "in the target's own checkpoint" if folder == pair.folder else str(folder)
-    tensors = any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json"))
     with _plain_config(folder) as (plain, quantised):
-        if tensors and not quantised:
+        if has_tensors(folder) and not quantised:
             pair.draft, pair.from_config = load_object(variant.facts)(folder, pair.target), False
             return
         if quantised and folder != pair.folder:
@@ -148,11 +135,7 @@ def _read_draft(pair: ModelPair, folder: Path, variant: Variant) -> None:
 
 
 def _assume_draft(pair: ModelPair, variant: Variant) -> None:
-    """Assume a draft of the kind that is usually trained for such a target.
-
-    Raises:
-        ConfigError: the variant has none.
-    """
+    """Assume a draft of the kind that is usually trained for such a target."""
     if not variant.assumed or variant.draft_in_target:
         expected = f"a folder with the config.json of a draft: the draft of variant {variant.name} can't be guessed"
         raise ConfigError("variant.draft", expected, "no value")

@@ -11,7 +11,7 @@ fitted to the few cycles that were timed whole; no term is negative. Passes are 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,13 +27,7 @@ _MEGA = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Milliseconds of a part of a pass.
-
-    Attributes:
-        rows: measured numbers of rows, ascending.
-        times: of each, at each context.
-        contexts: one or two, ascending.
-    """
+    """Milliseconds of a part of a pass: ``times[i][j]`` for ``rows[i]`` after ``contexts[j]`` tokens, both ascending."""
 
     rows: tuple[int, ...]
     times: tuple[tuple[float, ...], ...]
@@ -43,13 +37,6 @@ class Curve:
         """Milliseconds of ``rows`` rows after ``context`` tokens; past the measured ones, extrapolated from the last two."""
         found = [_between(self.rows, [times[place] for times in self.times], rows) for place in range(len(self.contexts))]
         return max(_between(self.contexts, found, context), min(found))
-
-    def least(self, curves: Sequence[Curve]) -> Curve:
-        """The same points, each with its smallest time over some measurements: disturbances only make a measurement longer."""
-        return replace(
-            self,
-            times=tuple(tuple(min(times) for times in zip(*rows, strict=True)) for rows in zip(*(c.times for c in curves), strict=True)),
-        )
 
 
 def _between(places: Sequence[int], values: Sequence[float], place: int) -> float:
@@ -70,10 +57,6 @@ class TimedCycle:
     context: int
     ms: float
 
-    def least(self, cycles: Sequence[TimedCycle]) -> TimedCycle:
-        """The same cycle with its smallest time over some measurements."""
-        return replace(self, ms=min(cycle.ms for cycle in cycles))
-
 
 @dataclass(frozen=True, slots=True)
 class PassTimes:
@@ -84,7 +67,6 @@ class PassTimes:
         beyond: milliseconds beyond the passes: of every cycle, of each draft pass, of a tree, of a megabyte of logits.
         cycles: that ``beyond`` was fitted to.
         bandwidth: bytes per second of a copy, measured at the same time.
-        source: where the figures come from.
     """
 
     curves: Mapping[str, Curve]
@@ -114,7 +96,7 @@ class PassTimes:
         return sum(factor * term for factor, term in zip(self.beyond, _terms(shape, costs), strict=True))
 
     def record(self) -> dict[str, Any]:
-        """As JSON."""
+        """The figures as JSON."""
         return {
             "curves": {name: {"rows": c.rows, "times": c.times, "contexts": c.contexts} for name, c in self.curves.items()},
             "beyond": dict(zip(("host_ms", "draft_pass_ms", "tree_ms", "logits_ms_per_mb"), self.beyond, strict=True)),

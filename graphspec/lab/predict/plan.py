@@ -8,7 +8,8 @@ Of the shapes within :data:`CLOSE` of the fastest, the one with the fewest nodes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,33 +22,17 @@ from ...shapes import PLAIN, CycleShape
 from ..floor import FloorModel, Hardware
 from ..measure.machine import copy_bandwidth, matmul_rate
 from .acceptance import Acceptance, usual_sibling
-from .advice import (
-    LARGEST_BATCH,
-    Efficiency,
-    Prediction,
-    Ranked,
-    StagePrediction,
-    Timing,
-    candidate_shapes,
-    crossover,
-    free_width,
-    predict,
-    rank_lengths,
-    rank_shapes,
-)
-from .capacity import Capacity, capacity, packs_weights
-from .from_results import Measured, acceptance_of, calibrate, predictions, read_measured, timed
+from .advice import LARGEST_BATCH, Efficiency, Outlook, Ranked, StagePrediction, Timing, candidate_shapes
+from .capacity import Capacity, Shortfall, capacity, find_shortfall, packs_weights
+from .from_results import Measured, acceptance_of, calibrate, predictions, read_measured
 from .latency import DEVICES, CycleEstimate, estimate_cycle
 from .launches import planned_steps
 from .model_pair import ModelPair, read_model_pair
 from .passes import PassTimes
 from .ranks import RankPrice, draft_of_rank, price_ranks
-from .shortfall import Shortfall, find_shortfall
 
 if TYPE_CHECKING:
     from ...config.command_options import LaunchConfig
-
-__all__ = ["Advice", "Prediction", "Ranked", "advise", "predict", "rank_shapes"]
 
 Say = Callable[[str], None]
 
@@ -61,9 +46,8 @@ class Row:
     """The advice for one batch size.
 
     Attributes:
-        plain: plain decoding.
         best: the recommended shape; plain decoding if nothing is faster.
-        free: nodes per row that verification processes at no extra cost (:func:`.advice.free_width`).
+        free: nodes per row that verification processes at no extra cost (:meth:`.advice.Outlook.free_width`).
         break_even: tokens per cycle above which ``best`` is faster than plain decoding.
     """
 
@@ -85,22 +69,17 @@ class Advice:
     Attributes:
         configured: the shape that the configuration sets, ranked for every batch; empty if it sets none.
         crossover: smallest batch at which drafting no longer pays; None: it pays up to the largest that was tried.
-        predictions: records of kind ``prediction``.
         launches: launch by launch, with and without programmatic launch: the configured shape, else the recommended one, at the smallest
             batch; empty where the model does not know the hardware.
         shortfall: why not even one row fits, and what would fit; None: one row does, or the memory is not known.
         ranks: the same target over several ranks of the hardware; empty on a CPU, or where the link between them is not known.
-        notes: what was assumed or left out.
     """
 
     pair: ModelPair
     variant: Variant
-    model: FloorModel
     dtype: str
-    hardware: Hardware
+    outlook: Outlook
     acceptance: Acceptance
-    efficiency: Timing
-    context: int
     rows: list[Row]
     configured: list[Ranked]
     crossover: int | None
@@ -113,23 +92,18 @@ class Advice:
 
     def records(self) -> list[dict[str, Any]]:
         """Records of kind ``plan``, one per batch, then those of kind ``prediction``."""
-        plans = [self._record(row) for row in self.rows]
-        return [*plans, *self.predictions]
+        return [*(self._record(row) for row in self.rows), *self.predictions]
 
     def _record(self, row: Row) -> dict[str, Any]:
-        best = row.best
+        best, hardware, timing = row.best, self.outlook.hardware, self.outlook.timing
         return {
             "kind": "plan",
             "model": self.pair.name,
             "variant": self.variant.name,
-            "hardware": self.hardware.name,
-            "context": self.context,
-            "batch": row.batch,
-            "shape": best.shape.numbers,
+            "hardware": hardware.name,
+            "context": self.outlook.context,
+            **best.record(),
             "floor_ms": best.prediction.floor_ms,
-            "predicted_ms": best.prediction.cycle_ms,
-            "tokens_per_second": best.tokens_per_second,
-            "acceptance_length": best.acceptance_length,
             "fits": None if self.capacity.rows is None else row.batch <= self.capacity.rows,
             "plain_floor_ms": row.plain.prediction.floor_ms,
             "plain_ms": row.plain.prediction.cycle_ms,
@@ -137,48 +111,34 @@ class Advice:
             "ratio": best.tokens_per_second / row.plain.tokens_per_second,
             "break_even": row.break_even,
             "free_width": row.free,
-            "bandwidth": self.hardware.bandwidth,
-            "flops": self.hardware.flops,
-            "efficiency": self.efficiency.overall if isinstance(self.efficiency, Efficiency) else None,
+            "bandwidth": hardware.bandwidth,
+            "flops": hardware.flops,
+            "efficiency": timing.overall if isinstance(timing, Efficiency) else None,
             "stages": [stage_record(stage) for stage in best.prediction.stages],
         }
 
     def document(self) -> dict[str, Any]:
         """Everything, for ``format=json``."""
+        outlook, own = self.outlook, self.outlook.model.draft_own
         errors = [abs(record["error"]) for record in self.predictions if record["stage"] is None]
         return {
             "model": str(self.pair.folder),
             "variant": self.variant.name,
             "draft": self.pair.described,
             "dtype": self.dtype,
-            "parameters": {"target": self.model.target_weights.number, "draft": self.model.draft_own.number if self.model.draft_own else 0},
-            "hardware": {
-                "name": self.hardware.name,
-                "bandwidth": self.hardware.bandwidth,
-                "flops": self.hardware.flops,
-                "memory": self.hardware.memory,
-                "source": self.hardware.source,
-            },
+            "parameters": {"target": outlook.model.target_weights.number, "draft": own.number if own is not None else 0},
+            "hardware": asdict(outlook.hardware),
             "acceptance": {"shares": list(self.acceptance.shares), "sibling": self.acceptance.sibling, "source": self.acceptance.source},
-            "efficiency": self.efficiency.record() | {"source": self.efficiency.source},
+            "efficiency": outlook.timing.record() | {"source": outlook.timing.source},
             "memory": self.capacity.document(),
-            "shortfall": self.shortfall.document() if self.shortfall is not None else None,
+            "shortfall": asdict(self.shortfall) if self.shortfall is not None else None,
             "ranks": [price.document() for price in self.ranks],
             "plans": [self._record(row) for row in self.rows],
-            "configured": [
-                {
-                    "batch": entry.prediction.batch,
-                    "shape": entry.shape.numbers,
-                    "predicted_ms": entry.prediction.cycle_ms,
-                    "tokens_per_second": entry.tokens_per_second,
-                    "acceptance_length": entry.acceptance_length,
-                }
-                for entry in self.configured
-            ],
+            "configured": [entry.record() for entry in self.configured],
             "crossover": self.crossover,
             "launches": [estimate.record() for estimate in self.launches],
             "predictions": self.predictions,
-            "error": {"median": sorted(errors)[len(errors) // 2], "largest": max(errors), "cycles": len(errors)} if errors else None,
+            "error": {"median": median(errors), "largest": max(errors), "cycles": len(errors)} if errors else None,
             "notes": self.notes,
         }
 
@@ -199,10 +159,6 @@ def stage_record(stage: StagePrediction) -> dict[str, Any]:
 
 def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
     """Compute the advice.
-
-    Args:
-        config: as composed.
-        say: called with what is being measured.
 
     Raises:
         ConfigError: no figures of the hardware; a context longer than the model's; a bad ``plan.measured``; a missing draft that is
@@ -231,13 +187,18 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
         notes.append(f"memory, floors and times are those of one of {size} ranks, without the sums between them")
     if chosen is not None:
         notes.append(f"the draft on {size} ranks: {chosen}")
-    passes = _pass_times(config, variant, pair, model, say) if options.measure and device == "cpu" else None
-    if isinstance(passes, str):
-        notes.append(f"passes were not timed: {passes}")
-        passes = None
+    passes: PassTimes | None = None
+    if options.measure and device == "cpu":
+        from .calibration import pass_times
+
+        found = pass_times(config, variant, pair, model, say)
+        if isinstance(found, PassTimes):
+            passes = found
+        else:
+            notes.append(f"passes were not timed: {found}")
     hardware = resolve_hardware(config, device, dtype, here, passes, working_set=model.working_set(PLAIN, 1, context))
     acceptance = resolve_acceptance(config, variant, measured)
-    efficiency: Timing = passes or (calibrate(model, here, timed(here), hardware) if here is not None else None) or Efficiency()
+    efficiency: Timing = passes or (calibrate(model, here, hardware) if here is not None else None) or Efficiency()
     checked = predictions(model, here, hardware, Efficiency(), passes) if here is not None else []
     if measured is not None and not checked:
         notes.append("no measured side ran on this hardware with its cycle timed: of the file only its acceptance is used")
@@ -253,33 +214,27 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
     lengths = {shape: acceptance.length(shape) for shape in candidate_shapes(variant, heads, deepest(pair))}
     if configured is not None:
         lengths[configured] = acceptance.length(configured)
+    outlook = Outlook(model, context, hardware, efficiency)
     rows, about_configured = [], []
     for batch in options.batches:
-        rows.append(_row(model, lengths, batch, context, hardware, efficiency))
+        rows.append(_row(outlook, lengths, batch))
         if configured is not None:
-            about_configured += rank_lengths(model, {configured: lengths[configured]}, batch, context, hardware, efficiency)
+            about_configured += outlook.rank({configured: lengths[configured]}, batch)
     widest = configured or max((row.best.shape for row in rows), key=lambda shape: (shape.window_width, shape.num_draft_tokens))
     fitting = capacity(config, pair, model, widest, context, device=device, dtype=dtype, memory=hardware.memory)
     most = fitting.rows or LARGEST_BATCH
     shown = configured or rows[0].best.shape
     prices = price_ranks(config, whole, variant, context, dtype=dtype, hardware=hardware) if device == "cuda" else []
-    launches = (
-        _launches(config, pair, variant, model, shown, options.batches[0], context, dtype, hardware)
-        if device == "cuda" and size == 1
-        else []
-    )
+    launches = _launches(config, pair, variant, outlook, shown, options.batches[0], dtype) if device == "cuda" and size == 1 else []
     return Advice(
         pair=pair,
         variant=variant,
-        model=model,
         dtype=dtype,
-        hardware=hardware,
+        outlook=outlook,
         acceptance=acceptance,
-        efficiency=efficiency,
-        context=context,
         rows=rows,
         configured=about_configured,
-        crossover=crossover(model, lengths, context, hardware, efficiency, most) if lengths else None,
+        crossover=outlook.crossover(lengths, most) if lengths else None,
         capacity=fitting,
         predictions=checked,
         launches=launches,
@@ -289,29 +244,21 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
     )
 
 
-def _pass_times(config: LaunchConfig, variant: Variant, pair: ModelPair, model: FloorModel, say: Say) -> PassTimes | str:
-    from .calibration import pass_times
-
-    return pass_times(config, variant, pair, model, say)
-
-
 def _launches(
-    config: LaunchConfig, pair: ModelPair, variant: Variant, model: FloorModel, shape: CycleShape, batch: int, context: int, dtype: str,
-    hardware: Hardware,
-) -> list[CycleEstimate]:  # fmt: skip
+    config: LaunchConfig, pair: ModelPair, variant: Variant, outlook: Outlook, shape: CycleShape, batch: int, dtype: str
+) -> list[CycleEstimate]:
+    hardware, context = outlook.hardware, outlook.context
     steps = planned_steps(config, pair, variant, shape, batch, context, dtype) if hardware.name in DEVICES else None
     if steps is None:
         return []
-    floor_ms = sum(stage.floor_ms(hardware) for stage in model.stages(shape, batch, context))
+    floor_ms = outlook.predict(shape, batch).floor_ms
     return [estimate_cycle(steps, shape, batch, context, floor_ms, hardware, programmatic=flag) for flag in (False, True)]
 
 
-def _row(model: FloorModel, lengths: Mapping[CycleShape, float], batch: int, context: int, hardware: Hardware, efficiency: Timing) -> Row:
-    [plain] = rank_lengths(model, {PLAIN: 1.0}, batch, context, hardware, efficiency)
-    best = recommend([plain, *rank_lengths(model, lengths, batch, context, hardware, efficiency)])
-    free = free_width(model, batch, context, hardware, timing=efficiency if isinstance(efficiency, PassTimes) else None)
-    break_even = best.prediction.cycle_ms / plain.prediction.cycle_ms
-    return Row(plain, best, free, break_even)
+def _row(outlook: Outlook, lengths: Mapping[CycleShape, float], batch: int) -> Row:
+    [plain] = outlook.rank({PLAIN: 1.0}, batch)
+    best = recommend([plain, *outlook.rank(lengths, batch)])
+    return Row(plain, best, outlook.free_width(batch), best.prediction.cycle_ms / plain.prediction.cycle_ms)
 
 
 def recommend(ranked: Sequence[Ranked]) -> Ranked:
@@ -360,10 +307,6 @@ def resolve_hardware(
     """Figures of the hardware: measured now, else measured with the sides of a file, else those of the ``hardware`` group.
 
     Args:
-        config: as composed.
-        device, dtype: of the engine.
-        here: sides that ran on it.
-        passes: measured on it.
         working_set: bytes that a cycle touches, which a CPU's caches may hold.
 
     Raises:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .model_pair import ModelPair
 
 BEST_BYTES = 16
-"""Of a position, what a rank says of its part of the logits: :func:`graphspec.kernels.tree.shard_topk.pack_shard`, K = 1."""
+"""Bytes of a position that a rank sends of its part of the logits: :func:`graphspec.kernels.tree.shard_topk.pack_shard`, K = 1."""
 SIZES = (1, 2, 4, 8, 16)
 """Numbers of ranks that are priced."""
 
@@ -31,13 +31,11 @@ class RankPrice:
     """Plain decoding of the smallest batch over a number of ranks.
 
     Attributes:
-        size: ranks.
         refused: why the target can't be split over that many; the other fields are then unset.
         weights: bytes of the target on each rank.
         needed: bytes of an engine with one row, on each rank.
         rows: most rows that fit; None: the memory of the hardware is not known.
         floor_ms: milliseconds of the bytes and operations of a rank.
-        sums: collectives of a pass.
         sums_ms: milliseconds of all of them.
     """
 
@@ -69,12 +67,7 @@ class RankPrice:
 
 
 def sums_of(facts: ModelFacts, size: int) -> int:
-    """Collectives of one pass of a target: one after each block, norm over several ranks, for its tokens and the best of its logits.
-
-    Args:
-        facts: of one of the ranks.
-        size: ranks.
-    """
+    """Collectives of one pass of a target: one after each block, norm over several ranks, for its tokens and the best of its logits."""
     norms = sum(facts.norms_over_ranks(layer) for layer in range(facts.num_layers))
     return facts.blocks + norms + 2 if size > 1 else 0
 
@@ -87,9 +80,6 @@ def sums_ms(facts: ModelFacts, size: int, tokens: int, itemsize: int, start_us: 
     these too. The squares for norms over several ranks are a few numbers per token and are not counted.
 
     Args:
-        facts: of one of the ranks.
-        size: ranks.
-        tokens: in all lanes together.
         itemsize: bytes of an activation.
         start_us: microseconds of a sum without data.
         link: bytes per second that a rank reads.
@@ -105,13 +95,6 @@ def draft_of_rank(
 ) -> tuple[DraftFacts | None, DraftParallel | None]:
     """What a rank holds of the draft, and why, as :func:`graphspec.plan.plan.make_plan` settles it.
 
-    Args:
-        config: as composed.
-        target: of the rank.
-        pair: facts of both models, the draft's whole.
-        variant: catalog entry.
-        device, dtype: resolved.
-
     Raises:
         ConfigError: the draft can't be spread as asked.
     """
@@ -123,16 +106,7 @@ def draft_of_rank(
 def price_ranks(
     config: LaunchConfig, pair: ModelPair, variant: Variant, context: int, *, dtype: str, hardware: Hardware
 ) -> list[RankPrice]:
-    """Price every number of ranks of :data:`SIZES`; none where the link between the devices is not known.
-
-    Args:
-        config: as composed.
-        pair: facts of both models, the target's whole.
-        variant: catalog entry.
-        context: tokens of each row.
-        dtype: of the weights.
-        hardware: of each rank.
-    """
+    """Price every number of ranks of :data:`SIZES`; none where the link between the devices is not known."""
     link, found = config.hardware.link_gbs, []
     if link is None:
         return []

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import plotly.graph_objects as go
 
 from ..measure.results import SideRecord
-from .numbers import plural
-from .tables import Table
+from .tables import Table, plural, spell_tick
 
 SUBJECT_COLOURS = ("var(--accent)", "var(--c2)", "var(--c3)", "var(--c4)", "var(--c5)", "var(--c6)")
 BASELINE_COLOURS = ("var(--g1)", "var(--g2)")
 SYMBOLS = ("circle", "diamond", "square", "triangle-up", "cross", "star")
+OUTLINE = {"color": "var(--surface)", "width": 1.5}
+"""Between neighbouring marks."""
 LABEL_GAP = 17
 """Pixels between the middles of two labels that name lines."""
 ROW = 58
@@ -37,12 +38,7 @@ class Chart:
     """One chart, or a sentence that says why there is none.
 
     Attributes:
-        id: of the element it is drawn in.
-        title: what it shows, in a few words.
-        lede: how to read it.
         figure: what plotly draws; None: the chart is left out.
-        numbers: the same as a table.
-        missing: what the files lack for this chart.
         wide: whether it takes the whole width of the page.
     """
 
@@ -90,6 +86,11 @@ def plotly_text(text: object) -> str:
     return html.escape(str(text), quote=False)
 
 
+def marked(side: SideRecord, more: str = "") -> str:
+    """A side's label, then its marks."""
+    return " · ".join([side.label + more, *side.marks])
+
+
 def titled(side: SideRecord, several_batches: bool) -> str:
     """A side's marks, then its label, with its batch where there are several; marks come first so that they are never cut off."""
     return " · ".join([*side.marks, side.label, *([f"batch {side.batch}"] if several_batches else [])])
@@ -98,6 +99,12 @@ def titled(side: SideRecord, several_batches: bool) -> str:
 def named(side: SideRecord, more: str = "") -> str:
     """The label for a legend, with marks on a second line."""
     return plotly_text(side.label + more) + (f"<br>{plotly_text(' · '.join(side.marks))}" if side.marks else "")
+
+
+def smallest_batches(sides: Iterable[SideRecord]) -> tuple[list[SideRecord], bool]:
+    """The sides with the smallest batches, at most :data:`MOST_SIDES`, and whether their batches differ."""
+    shown = sorted(sides, key=lambda side: side.batch)[:MOST_SIDES]
+    return shown, len({side.batch for side in shown}) > 1
 
 
 def shown_note(shown: int, all_: int, which: str = "first") -> str:
@@ -127,8 +134,6 @@ def drawing(data: Sequence[Any], height: int, *, x: dict[str, Any], y: dict[str,
     """A figure in the report's style: thin grid, no frame, no legend.
 
     Args:
-        data: traces.
-        height: in pixels.
         x: additional or overriding properties of its x axis; likewise ``y``.
         more: additional or overriding properties of its layout.
     """
@@ -163,6 +168,38 @@ def drawing(data: Sequence[Any], height: int, *, x: dict[str, Any], y: dict[str,
     return go.Figure(data, base.update(xaxis=x, yaxis=y, **more))
 
 
+def points(style: Style, x: Sequence[Any], y: Sequence[Any], name: str, hover: str, width: float = 2.2, **more: Any) -> go.Scatter:
+    """A line with markers in the style of its side."""
+    return go.Scatter(
+        mode="lines+markers", x=x, y=y, name=name, cliponaxis=False, hovertemplate=hover + "<extra></extra>",
+        line={"color": style.colour, "width": width, "dash": style.dash},
+        marker={"color": style.colour, "symbol": style.symbol, "size": 8, "line": OUTLINE}, **more,
+    )  # fmt: skip
+
+
+def stacked(
+    x: Sequence[Any], rows: Sequence[int], name: str, colour: Any, ink: str, text: Sequence[str], hover: str, **more: Any
+) -> go.Bar:
+    """Parts of horizontal bars, of the same kind in every row, with ``text`` where it fits."""
+    return go.Bar(
+        orientation="h", x=x, y=rows, width=0.38, name=name, marker={"color": colour, "line": OUTLINE}, text=text, textposition="inside",
+        insidetextanchor="middle", textangle=0, textfont={"color": ink, "size": 11}, hovertemplate=hover + "<extra></extra>", **more,
+    )  # fmt: skip
+
+
+def row_drawing(
+    data: Sequence[Any], labels: Sequence[go.layout.Annotation], pixels: int, *, x: dict[str, Any], below: int = 66, **more: Any
+) -> go.Figure:
+    """A figure of horizontal rows of ``pixels`` each, with their labels (:func:`row_labels`), and ``below`` pixels for the axis."""
+    return drawing(data, len(labels) * pixels + below, x=x, y=row_axis(len(labels)), annotations=labels, **more)
+
+
+def log_axis(low: float, high: float) -> dict[str, Any]:
+    """A logarithmic axis between two exponents of 10."""
+    marks = log_ticks(10**low, 10**high)
+    return {"type": "log", "range": [low, high], "tickvals": marks, "ticktext": [spell_tick(mark) for mark in marks]}
+
+
 def row_axis(count: int) -> dict[str, Any]:
     """The y axis of ``count`` horizontal rows, the first on top, without ticks: labels are above the bars."""
     return {"range": [-0.45, count - 0.3], "showgrid": False, "showticklabels": False, "automargin": False}
@@ -174,10 +211,7 @@ def row_labels(
     """Annotations above the bars of :func:`row_axis`, at the left edge, so that long names fit on a phone; they hide grid lines.
 
     Args:
-        labels: texts, the first one on top.
-        bold: text before each of them, in bold.
         colours: of the labels, where the bars' colours do not show the role of a side.
-        shift: pixels above the middle of the row.
     """
     return [
         go.layout.Annotation(

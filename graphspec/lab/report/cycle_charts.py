@@ -12,7 +12,6 @@ import plotly.graph_objects as go
 from ..measure.results import Results, SideRecord, percent_of_floor, unique
 from .charts import (
     MOST_LINES,
-    MOST_SIDES,
     ROW,
     Chart,
     Palette,
@@ -21,16 +20,19 @@ from .charts import (
     floor_mark,
     floor_note,
     label_margin,
-    log_ticks,
+    log_axis,
+    marked,
     named,
     plotly_text,
-    row_axis,
+    points,
+    row_drawing,
     row_labels,
     shown_note,
+    smallest_batches,
+    stacked,
     titled,
 )
-from .numbers import DASH, spell, spell_tick
-from .tables import Table
+from .tables import DASH, Table, spell
 
 STAGE_COLOURS = tuple(f"var(--s{index})" for index in range(1, 9))
 BURST_COLOURS = tuple(f"var(--b{index})" for index in range(1, 7))
@@ -67,13 +69,9 @@ def _acceptance(results: Results, palette: Palette, key: str, title: str, lede: 
         style = palette[side]
         length = side.number("acceptance_length")
         note = f", {spell(length)}" if length else ""
-        name = " · ".join([side.label + note, *side.marks])
-        data.append(go.Scatter(
-            mode="lines+markers", x=list(range(1, len(shares) + 1)), y=shares, name=named(side, note), cliponaxis=False,
-            line={"color": style.colour, "width": 2.2, "dash": style.dash},
-            marker={"color": style.colour, "symbol": style.symbol, "size": 7, "line": {"color": "var(--surface)", "width": 1.5}},
-            hovertemplate=f"{plotly_text(name)}<br>position %{{x}}: <b>%{{y:.1%}}</b><extra></extra>",
-        ))  # fmt: skip
+        name = marked(side, note)
+        hover = f"{plotly_text(name)}<br>position %{{x}}: <b>%{{y:.1%}}</b>"
+        data.append(points(style, list(range(1, len(shares) + 1)), shares, named(side, note), hover))
         last = max(index for index, share in enumerate(shares) if share is not None)
         ends.append((float(last + 1), float(shares[last]), name, style.colour))
     most = max(len(side.record[key]) for side in shown)
@@ -86,11 +84,9 @@ def _acceptance(results: Results, palette: Palette, key: str, title: str, lede: 
         annotations=end_labels(ends, height - 58, 0, 1.04),
         margin={"r": label_margin([text for _, _, text, _ in ends])},
     )
-    lede += (
-        " After each name its acceptance length, in tokens per cycle." if any(side.number("acceptance_length") for side in shown) else ""
-    )
+    lede += " After each name its acceptance length, in tokens per cycle." * any(side.number("acceptance_length") for side in shown)
     lede += shown_note(len(shown), len(ranked))
-    rows = [[" · ".join([side.label, *side.marks]), spell(side.number("acceptance_length")),
+    rows = [[marked(side), spell(side.number("acceptance_length")),
              *(spell(share) for share in side.record[key]), *[DASH] * (most - len(side.record[key]))] for side in shown]  # fmt: skip
     numbers = Table(["side", "acceptance length", *map(str, range(1, most + 1))], rows)
     return Chart(id_, title, lede, drawn, numbers, wide=False)
@@ -102,36 +98,32 @@ def stages(results: Results, palette: Palette) -> Chart:
     sides = [side for side in results.sides if any(stage.get("ms") is not None for stage in side.get("stages", []))]
     if not sides:
         return Chart("stages", title, "", missing="no side with timed stages")
-    sides.sort(key=lambda side: side.batch)
-    shown = sides[:MOST_SIDES]
-    several = len({side.batch for side in shown}) > 1
+    shown, several = smallest_batches(sides)
     names = unique(str(stage["name"]) for side in shown for stage in side.record["stages"])
     data = []
-    longest = max(_total(side) for side in shown)
+    longest = max(float(sum(stage.get("ms") or 0 for stage in side.record["stages"])) for side in shown)
     for index, name in enumerate(names):
         colour, shown_name = STAGE_COLOURS[index % len(STAGE_COLOURS)], plotly_text(name.replace("_", " "))
         bars = [(len(shown) - 1 - row, _stage(side, name)) for row, side in enumerate(shown)]
         bars = [(row, stage) for row, stage in bars if stage.get("ms") is not None]
         floor_texts = [[plotly_text(_floor_text(stage))] for _, stage in bars]
-        data.append(go.Bar(
-            orientation="h", x=[stage["ms"] for _, stage in bars], y=[row for row, _ in bars], width=0.38, name=shown_name,
-            marker={"color": colour, "line": {"color": "var(--surface)", "width": 1.5}}, text=[shown_name] * len(bars),
-            textposition="inside", insidetextanchor="middle", textangle=0, textfont={"color": "var(--bar-ink)", "size": 11},
-            customdata=floor_texts, showlegend=True,
-            hovertemplate=f"{plotly_text(name)}: <b>%{{x:.3g}} ms</b>%{{customdata[0]}}<extra></extra>",
+        hover = f"{plotly_text(name)}: <b>%{{x:.3g}} ms</b>%{{customdata[0]}}"
+        data.append(stacked(
+            [stage["ms"] for _, stage in bars], [row for row, _ in bars], shown_name, colour, "var(--bar-ink)", [shown_name] * len(bars),
+            hover, customdata=floor_texts, showlegend=True,
         ))  # fmt: skip
     floors = [(len(shown) - 1 - row, side.floor_ms) for row, side in enumerate(shown)]
-    marked = [(row, floor) for row, floor in floors if floor]
-    if marked:
-        x, y = [floor for _, floor in marked], [row for row, _ in marked]
+    floors_shown = [(row, floor) for row, floor in floors if floor]
+    if floors_shown:
+        x, y = [floor for _, floor in floors_shown], [row for row, _ in floors_shown]
         data.append(floor_mark(x, y, "floor of the cycle: <b>%{x:.3g} ms</b>"))
     labels = row_labels([titled(side, several) + _share(side) for side in shown], colours=[palette[side].colour for side in shown])
-    drawn = drawing(
+    drawn = row_drawing(
         data,
-        len(shown) * (ROW + 4) + 110,
-        x={"range": [0, max(longest, *(floor for _, floor in marked), 0) * 1.03], "title_text": "ms per cycle", "nticks": 7},
-        y=row_axis(len(shown)),
-        annotations=labels,
+        labels,
+        ROW + 4,
+        x={"range": [0, max(longest, *(floor for _, floor in floors_shown), 0) * 1.03], "title_text": "ms per cycle", "nticks": 7},
+        below=110,
         barmode="stack",
         uniformtext={"minsize": 10, "mode": "hide"},
         showlegend=True,
@@ -144,7 +136,7 @@ def stages(results: Results, palette: Palette) -> Chart:
         for side in shown for stage in side.record["stages"]
     ]  # fmt: skip
     lede = "Each stage timed in a run of its own; the run without timers decides the speed."
-    lede += " The triangle is the cycle's floor: its bytes at the bandwidth measured in the same run." if marked else ""
+    lede += " The triangle is the cycle's floor: its bytes at the bandwidth measured in the same run." if floors_shown else ""
     lede += floor_note(shown)
     lede += shown_note(len(shown), len(sides))
     numbers = Table(["side", "stage", "ms", "floor, ms", "% of floor", "bytes moved"], rows)
@@ -154,10 +146,6 @@ def stages(results: Results, palette: Palette) -> Chart:
 def _share(side: SideRecord) -> str:
     percent = side.percent_of_floor
     return f", {percent:.0f} % of floor" if percent is not None else ""
-
-
-def _total(side: SideRecord) -> float:
-    return float(sum(stage.get("ms") or 0 for stage in side.record["stages"]))
 
 
 def _stage(side: SideRecord, name: str) -> dict[str, Any]:
@@ -188,16 +176,15 @@ def _floor_text(stage: dict[str, Any]) -> str:
 def gaps(results: Results, palette: Palette) -> Chart:
     """Distribution of the gaps between arriving tokens, one row per side."""
     title = "Gaps between tokens"
-    samples = [(side, [float(gap) for gap in side.get("itl_samples_ms", []) if gap > 0]) for side in results.sides]
-    found = sorted(((side, values) for side, values in samples if len(values) > 1), key=lambda sample: sample[0].batch)
-    samples = found[:MOST_SIDES]
+    found = [side for side in results.sides if len(_gaps(side)) > 1]
+    shown, several = smallest_batches(found)
+    samples = [(side, _gaps(side)) for side in shown]
     if not samples:
         return Chart("gaps", title, "", missing="no side with itl_samples_ms", wide=False)
     everything = [value for _, values in samples for value in values]
     low, high = math.log10(min(everything)) - 0.03, math.log10(max(everything)) + 0.03
     edges = [10 ** (low + (high - low) * index / BINS) for index in range(BINS + 1)]
     data = []
-    several = len({side.batch for side, _ in samples}) > 1
     rows = []
     for index, (side, values) in enumerate(samples):
         base, colour = float(len(samples) - 1 - index), palette[side].colour
@@ -219,12 +206,10 @@ def gaps(results: Results, palette: Palette) -> Chart:
                     hovertemplate=f"{plotly_text(titled(side, several))}<br>{part}: <b>%{{x:.3g}} ms</b><extra></extra>",
                 ))  # fmt: skip
         rows.append([titled(side, several_batches=True), *(spell(at) for at in known.values()), str(len(values))])
-    marks = log_ticks(10**low, 10**high)
-    texts = [spell_tick(mark) for mark in marks]
     drawn = drawing(
         data,
         len(samples) * RIDGE + 66,
-        x={"type": "log", "range": [low, high], "tickvals": marks, "ticktext": texts, "title_text": "ms between events"},
+        x={**log_axis(low, high), "title_text": "ms between events"},
         y={"range": [-0.12, len(samples) - 0.1], "showgrid": False, "showticklabels": False, "automargin": False},
         annotations=row_labels([titled(side, several) for side, _ in samples], shift=60),
     )
@@ -232,6 +217,10 @@ def gaps(results: Results, palette: Palette) -> Chart:
     lede += shown_note(len(samples), len(found))
     numbers = Table(["side", "p50, ms", "p90, ms", "p99, ms", "samples"], rows)
     return Chart("gaps", title, lede, drawn, numbers, wide=False)
+
+
+def _gaps(side: SideRecord) -> list[float]:
+    return [float(gap) for gap in side.get("itl_samples_ms", []) if gap > 0]
 
 
 def _counts(values: Sequence[float], edges: Sequence[float]) -> list[int]:
@@ -247,32 +236,27 @@ def bursts(results: Results) -> Chart:
     sides = [side for side in results.sides if sum(side.get("burst_tokens", {}).values()) > 0]
     if not sides:
         return Chart("bursts", title, "", missing="no side with burst_tokens", wide=False)
-    sides.sort(key=lambda side: side.batch)
-    shown = sides[:MOST_SIDES]
+    shown, several = smallest_batches(sides)
     sizes = sorted({int(size) for side in shown for size in side.record["burst_tokens"]})
-    several = len({side.batch for side in shown}) > 1
     data = []
+    rows = [len(shown) - 1 - row for row in range(len(shown))]
     for index, size in enumerate(sizes):
         shares = [side.record["burst_tokens"].get(str(size), 0) / sum(side.record["burst_tokens"].values()) for side in shown]
         level = index if len(sizes) <= len(BURST_COLOURS) else round(index * (len(BURST_COLOURS) - 1) / (len(sizes) - 1))
         colours = [(BURST_COLOURS if side.subject else BASELINE_BURST_COLOURS)[level] for side in shown]
-        data.append(go.Bar(
-            orientation="h", x=shares, y=[len(shown) - 1 - row for row in range(len(shown))], width=0.38, name=str(size),
-            marker={"color": colours, "line": {"color": "var(--surface)", "width": 1.5}},
-            text=[str(size) if share else "" for share in shares], textposition="inside", insidetextanchor="middle", textangle=0,
-            textfont={"size": 11, "color": "var(--ink)" if level < 3 else "var(--burst-ink)"},
-            hovertemplate=f"{size} at once: <b>%{{x:.1%}}</b> of bursts<extra></extra>",
-        ))  # fmt: skip
-    drawn = drawing(
+        ink = "var(--ink)" if level < 3 else "var(--burst-ink)"
+        text = [str(size) if share else "" for share in shares]
+        data.append(stacked(shares, rows, str(size), colours, ink, text, f"{size} at once: <b>%{{x:.1%}}</b> of bursts"))
+    drawn = row_drawing(
         data,
-        len(shown) * (ROW + 4) + 66,
+        row_labels([titled(side, several) for side in shown]),
+        ROW + 4,
         x={"range": [0, 1], "tickformat": ".0%", "title_text": "share of bursts", "nticks": 6},
-        y=row_axis(len(shown)),
-        annotations=row_labels([titled(side, several) for side in shown]),
         barmode="stack",
         uniformtext={"minsize": 10, "mode": "hide"},
         margin={"r": 26},
     )
-    rows = [[titled(side, several_batches=True), *(str(side.record["burst_tokens"].get(str(size), 0)) for size in sizes)] for side in shown]
+    counts = [(titled(side, several_batches=True), side.record["burst_tokens"]) for side in shown]
+    cells = [[name, *(str(found.get(str(size), 0)) for size in sizes)] for name, found in counts]
     lede = "Bursts by how many tokens they bring; the numbers in the bars are tokens." + shown_note(len(shown), len(sides))
-    return Chart("bursts", title, lede, drawn, Table(["side", *map(str, sizes)], rows), wide=False)
+    return Chart("bursts", title, lede, drawn, Table(["side", *map(str, sizes)], cells), wide=False)

@@ -24,7 +24,7 @@ from ...config.paths import check_writable, make_folder, unwritable
 from ...errors import ConfigError
 from ..measure.results import LATENCIES, Line, Results, SideRecord, model, read_results, unique
 from . import tables
-from .numbers import TIMES, plural, spell
+from .tables import TIMES, plural, spell
 
 if TYPE_CHECKING:
     from .charts import Chart
@@ -57,11 +57,7 @@ def run(config: LaunchConfig) -> int:
 
 
 def plotly_script() -> str:
-    """The text of plotly's script.
-
-    Raises:
-        ConfigError: plotly is not installed.
-    """
+    """The text of plotly's script."""
     try:
         file = resources.files("plotly") / "package_data" / PLOTLY
     except ModuleNotFoundError:
@@ -74,8 +70,6 @@ class Section:
     """One part of the page: charts, then the output of the template ``body``, then those of ``tables`` that have rows.
 
     Attributes:
-        name: of its element.
-        title: its heading.
         link: text in the list of sections, where the title is too long for it.
     """
 
@@ -97,12 +91,7 @@ class Headline:
 
 
 def page(results: Results, plotly: str) -> str:
-    """The whole page.
-
-    Args:
-        results: from :func:`~graphspec.lab.measure.results.read_results`.
-        plotly: text of plotly's script.
-    """
+    """The whole page."""
     # These modules alone import plotly, which may be missing: plotly_script reports that.
     from . import cycle_charts, speed_charts
     from .charts import Palette

@@ -14,6 +14,7 @@ from .charts import (
     BASELINE_COLOURS,
     MOST_LINES,
     MOST_ROWS,
+    OUTLINE,
     ROW,
     SUBJECT_COLOURS,
     Chart,
@@ -23,16 +24,17 @@ from .charts import (
     floor_mark,
     floor_note,
     label_margin,
-    log_ticks,
+    log_axis,
+    marked,
     named,
     plotly_text,
-    row_axis,
+    points,
+    row_drawing,
     row_labels,
     shown_note,
     titled,
 )
-from .numbers import DASH, TIMES, plural, spell, spell_tick
-from .tables import Table
+from .tables import DASH, TIMES, Table, plural, spell
 
 LOG_FROM = 8.0
 """Values that span more than this factor are drawn on a logarithmic axis."""
@@ -63,7 +65,7 @@ def throughput(results: Results, palette: Palette) -> Chart:
         ["side", "batch", "tokens/s, median", "p10", "p90", "per user", "at the floor"],
         [
             [
-                " · ".join([side.label, *side.marks]), str(side.batch),
+                marked(side), str(side.batch),
                 *(spell(side.number("tokens_per_second", part)) for part in ("median", "p10", "p90")),
                 spell(side.number("tokens_per_second_per_user", "median")), spell(floor_of(side)),
             ]
@@ -109,22 +111,15 @@ def _throughput_lines(sides: Sequence[SideRecord], palette: Palette) -> go.Figur
                 hovertemplate="%{customdata}<br>floor: %{y:,.0f} tokens/s<extra></extra>",
             ))  # fmt: skip
         spread = [(side.number("tokens_per_second", "p10"), side.number("tokens_per_second", "p90")) for side in line]
-        data.append(go.Scatter(
-            mode="lines+markers", x=x, y=speeds, name=legend, cliponaxis=False, customdata=names,
-            line={"color": style.colour, "width": 2.6 if line[0].subject else 1.8, "dash": style.dash},
-            marker={"color": style.colour, "symbol": style.symbol, "size": 8, "line": {"color": "var(--surface)", "width": 1.5}},
-            error_y={
-                "type": "data", "symmetric": False, "thickness": 1, "width": 0, "color": style.colour,
-                "array": [(p90 or speed) - speed for (_, p90), speed in zip(spread, speeds, strict=True)],
-                "arrayminus": [speed - (p10 or speed) for (p10, _), speed in zip(spread, speeds, strict=True)],
-            },
-            hovertemplate="%{customdata}: <b>%{y:,.0f}</b> tokens/s<extra></extra>",
-        ))  # fmt: skip
+        bars = {
+            "type": "data", "symmetric": False, "thickness": 1, "width": 0, "color": style.colour,
+            "array": [(p90 or speed) - speed for (_, p90), speed in zip(spread, speeds, strict=True)],
+            "arrayminus": [speed - (p10 or speed) for (p10, _), speed in zip(spread, speeds, strict=True)],
+        }  # fmt: skip
+        hover, width = "%{customdata}: <b>%{y:,.0f}</b> tokens/s", 2.6 if line[0].subject else 1.8
+        data.append(points(style, x, speeds, legend, hover, width, customdata=names, error_y=bars))
         ends.append((math.log10(x[-1]), math.log10(speeds[-1]) if log else speeds[-1], name, style.colour))
-    marks = log_ticks(10**low, 10**high) if log else []
-    y_axis: dict[str, Any] = {"range": [low, high], "title_text": "tokens/s", "tickformat": ",.0f"}
-    if log:
-        y_axis |= {"type": "log", "tickvals": marks, "ticktext": [spell_tick(mark) for mark in marks]}
+    y_axis: dict[str, Any] = {"range": [low, high], "title_text": "tokens/s", "tickformat": ",.0f"} | (log_axis(low, high) if log else {})
     x_axis = {"type": "log", "tickvals": batches, "ticktext": [str(batch) for batch in batches], "title_text": "requests at once",
               "range": [math.log10(batches[0]) - 0.04, math.log10(batches[-1]) + 0.04], "showgrid": False}  # fmt: skip
     labels, margin = end_labels(ends, height - 58, low, high), {"r": label_margin([text for _, _, text, _ in ends])}
@@ -155,7 +150,7 @@ def _throughput_bars(title: str, sides: list[SideRecord], palette: Palette, numb
     lede += shown_note(len(shown), len(ranked), "fastest")
     x_axis = {"range": [0, most * 1.13], "title_text": "tokens/s", "tickformat": ",.0f", "nticks": 6}
     labels = row_labels([titled(side, several_batches=False) for side in shown])
-    drawn = drawing(data, len(shown) * ROW + 66, x=x_axis, y=row_axis(len(shown)), annotations=labels)
+    drawn = row_drawing(data, labels, ROW, x=x_axis)
     return Chart("throughput", title, lede, drawn, numbers)
 
 
@@ -196,14 +191,9 @@ def comparison(results: Results, palette: Palette) -> Chart:
     low, high = (least - 0.04 * width if least < 1 else 1.0), most + 0.03 * width + 0.01
     names = [f"{titled(side, several)}, against {side.get('ratio').get('to', 'the baseline')}" for side in shown]
     rule = {"type": "line", "x0": 1, "x1": 1, "y0": 0, "y1": 1, "yref": "paper", "line": {"color": "var(--soft)", "width": 1.2}}
-    drawn = drawing(
-        data,
-        len(shown) * ROW + 66,
-        x={"range": [low, high], "title_text": "times as many tokens/s", "ticksuffix": TIMES, "nticks": 7},
-        y=row_axis(len(shown)),
-        annotations=row_labels(names, bold=[spell(side.number("ratio", "median")) + TIMES for side in shown]),
-        shapes=[rule | {"layer": "below"}],
-    )
+    labels = row_labels(names, bold=[spell(side.number("ratio", "median")) + TIMES for side in shown])
+    x_axis = {"range": [low, high], "title_text": "times as many tokens/s", "ticksuffix": TIMES, "nticks": 7}
+    drawn = row_drawing(data, labels, ROW, x=x_axis, shapes=[rule | {"layer": "below"}])
     lede = "Both sides took turns on the same work. Every dot is the ratio of one round, the bar ends at their median."
     lede += f" Left of 1{TIMES} is slower." if least < 1 else ""
     lede += shown_note(len(shown), len(sides), "largest")
@@ -305,7 +295,7 @@ def prediction(results: Results) -> Chart:
     for whole, subject in ((False, False), (False, True), (True, False), (True, True)):
         group = [line for line in lines if ((line.record.get("stage") is None), subjects[line.place]) == (whole, subject)]
         marker: dict[str, Any] = {"color": (SUBJECT_COLOURS if subject else BASELINE_COLOURS)[0], "size": 10 if whole else 8}
-        marker |= {"symbol": "circle", "line": {"color": "var(--surface)", "width": 1.5}} if whole else {"symbol": "circle-open"}
+        marker |= {"symbol": "circle", "line": OUTLINE} if whole else {"symbol": "circle-open"}
         if group:
             data.append(go.Scatter(
                 mode="markers", x=[line.record["measured_ms"] for line in group], y=[line.record["predicted_ms"] for line in group],
@@ -313,8 +303,7 @@ def prediction(results: Results) -> Chart:
                 customdata=[plotly_text(_predicted_name(line, results)) for line in group],
                 hovertemplate="%{customdata}<br>predicted %{y:.3g} ms, measured %{x:.3g} ms<extra></extra>",
             ))  # fmt: skip
-    marks = log_ticks(*ends)
-    axis = {"type": "log", "range": [low, high], "tickvals": marks, "ticktext": [spell_tick(mark) for mark in marks]}
+    axis = log_axis(low, high)
     drawn = drawing(data, 400, x={**axis, "title_text": "measured, ms"}, y={**axis, "title_text": "predicted, ms"})
     cycles = [line for line in lines if line.record.get("stage") is None]
     lede = "On the line the prediction is right; the band is ±10 %. Filled: whole cycles, open: single stages."

@@ -1,8 +1,9 @@
-"""The tables of the report, and its text on provenance and caveats. Imports neither torch nor plotly."""
+"""The tables of the report, its numbers, and its text on provenance and caveats. Imports neither torch nor plotly."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,10 @@ from typing import Any
 from ...errors import spell_bytes
 from ...host.core_wait import busy_caution
 from ..measure.results import ONCE, SPEEDS, Line, Results, SideRecord, hardware, model, on_cpu, unique
-from .numbers import DASH, TIMES, plural, spell, spell_count
 
+DASH = "\N{EN DASH}"
+"""Shown in place of a missing value."""
+TIMES = "\N{MULTIPLICATION SIGN}"
 LONG_FORMS = {
     "S, K, N": "draft depth, branches of a step, tokens verified",
     "TTFT": "time to first token",
@@ -34,11 +37,6 @@ class Table:
     """Rows of text under headings; the first column names the row.
 
     Attributes:
-        headings: of the columns.
-        rows: text by row and column.
-        caption: description for screen readers.
-        title: its heading, if it has one.
-        note: text between title and table.
         sides: of the rows, if each is one side, whose marks follow its name.
     """
 
@@ -94,18 +92,8 @@ def loads(results: Results) -> Table:
         requests = f"{served.get('within', DASH)} of {served.get('requests', DASH)}"
         offered = spell(side.open_loop.get("offered_per_second"))
         rows.append([side.label, str(side.get("arrivals", DASH)), offered, requests, limits, *times, spell(gap.get("p99"))])
-    headings = [
-        "side",
-        "arrivals",
-        "offered/s",
-        "in time",
-        "limits TTFT / ITL, ms",
-        "TTFT p50, ms",
-        "p99",
-        "ITL p50, ms",
-        "p99",
-        "gap p99, ms",
-    ]
+    headings = ["side", "arrivals", "offered/s", "in time", "limits TTFT / ITL, ms", "TTFT p50, ms"]
+    headings += ["p99", "ITL p50, ms", "p99", "gap p99, ms"]
     note = "in time: requests within both limits. gap: between tokens of a request while a long prompt of another waits or is read."
     return Table(headings, rows, "How requests were served under given loads", "Open loops", note if rows else "", known)
 
@@ -167,18 +155,8 @@ def plans(results: Results) -> Table:
          {True: "yes", False: "no"}.get(line.get("fits"), DASH)]
         for line in results.plans
     ]  # fmt: skip
-    headings = [
-        "what",
-        "batch",
-        "S, K, N",
-        "floor, ms",
-        "predicted, ms",
-        "tokens/s",
-        "plain tokens/s",
-        "ratio",
-        "acceptance length",
-        "fits",
-    ]
+    headings = ["what", "batch", "S, K, N", "floor, ms", "predicted, ms", "tokens/s"]
+    headings += ["plain tokens/s", "ratio", "acceptance length", "fits"]
     return Table(headings, rows, "Planned shapes; predictions, not measurements", "Planned")
 
 
@@ -278,3 +256,31 @@ def _without_secrets(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: "…" if key in SECRETS and inner is not None else _without_secrets(inner) for key, inner in value.items()}
     return [_without_secrets(inner) for inner in value] if isinstance(value, list) else value
+
+
+def spell(value: float | None, unit: str = "") -> str:
+    """Three significant digits, thousands separated: ``12,345``, ``885``, ``1.68``, ``0.0421``; a dash for a missing value."""
+    if value is None or not math.isfinite(value):
+        return DASH
+    size = abs(value)
+    if size and size < 0.001:
+        text = f"{value:.1e}"
+    else:
+        digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 or not size else 2 - math.floor(math.log10(size))
+        text = f"{value:,.{digits}f}"
+    return f"{text} {unit}".rstrip()
+
+
+def spell_tick(value: float) -> str:
+    """A round number on an axis: ``0.05``, ``2``, ``10,000``."""
+    return f"{value:,g}"
+
+
+def spell_count(count: float | None) -> str:
+    """A mean of whole numbers: ``64``, ``63.5``; a dash for a missing value."""
+    return DASH if count is None else f"{count:.1f}".removesuffix(".0")
+
+
+def plural(count: int, word: str) -> str:
+    """``1 round``, ``5 rounds``."""
+    return f"{count} {word}" + ("" if count == 1 else "s")

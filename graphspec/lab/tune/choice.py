@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean
 
 BACKLOGS = (32, 64, 128)
 CATCH_UP_SHARE = 0.005
@@ -22,14 +22,10 @@ class Outcome:
     """One shape at one batch size, measured together with plain decoding.
 
     Attributes:
-        shape: (S, K, N).
-        batch: requests at once.
-        tokens_per_second: median over rounds.
         ratio: median of the rounds' ratios to plain decoding.
         acceptance_length: tokens per cycle; None if no cycle was whole.
         shares: of drafts accepted at depth 1, 2, ... given the ones before, as deep as there were any.
         cycle_ms: median time of a cycle, host included, between two bursts; None if no request had two cycles.
-        plain_ms: the same for plain decoding in the same run.
     """
 
     shape: Shape
@@ -69,7 +65,6 @@ def choose(outcomes: Sequence[Outcome], *, adapts: bool = True) -> Choice:
 
     Args:
         outcomes: of shapes whose tokens were right. A shape that was not measured at every batch size is not chosen.
-        adapts: whether the drafter can change its depth, down to plain decoding.
     """
     batches = sorted({outcome.batch for outcome in outcomes})
     by_shape: dict[Shape, dict[int, Outcome]] = {}
@@ -88,11 +83,6 @@ def choose(outcomes: Sequence[Outcome], *, adapts: bool = True) -> Choice:
     shape, score = (order[0], scores[order[0]]) if pays else (None, 1.0)
     in_order = [{shape: found[shape] for shape in order} for found in (scores, ratios)]
     return Choice(shape, score, in_order[0], in_order[1], fastest)
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """The geometric mean of numbers above 0."""
-    return math.exp(sum(math.log(value) for value in values) / len(values))
 
 
 def shallower_depths(steps: int) -> list[int]:
@@ -115,7 +105,6 @@ def cycle_times(timed: Mapping[int, Mapping[int, float]], measured: Sequence[Out
 
     Args:
         timed: bucket to depth to milliseconds, as the engine timed them; the depths are the same in all buckets.
-        measured: the chosen shape at each batch size.
     """
     found = {outcome.batch: outcome for outcome in measured}
     times = {}
@@ -137,7 +126,6 @@ def first_depths(times: Mapping[int, Mapping[int, float]], shares: Sequence[floa
     0.
 
     Args:
-        times: bucket to depth to the time of a cycle.
         shares: of drafts accepted at depth 1, 2, ... given the ones before.
         ratios: batch size to the deepest cycle's measured ratio to plain decoding.
     """
@@ -172,10 +160,6 @@ def backlog_for(times: Mapping[int, Mapping[int, float]], most: int) -> int:
     """Tokens that a row decodes at depth 0 before its drafter catches up, so that this takes at most ``CATCH_UP_SHARE`` of the time.
 
     Catching up takes about the difference between the shallowest drafting cycle and a plain one.
-
-    Args:
-        times: bucket to depth to the time of a cycle.
-        most: largest backlog.
     """
     shares = [min(table[depth] for depth in table if depth) / table[0] - 1 for table in times.values() if 0 in table and len(table) > 1]
     wanted = max(shares, default=0.0) / CATCH_UP_SHARE

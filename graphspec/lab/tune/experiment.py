@@ -21,10 +21,6 @@ def experiment_text(config: Config, comment: Sequence[str]) -> str:
     """YAML that gives ``config`` again as ``experiment=FILE``, in the form of the files under ``conf/experiment``.
 
     It contains engine and sampling; options of single commands (the workload, output files) are not part of it.
-
-    Args:
-        config: to write.
-        comment: lines at the head of the file.
     """
     choices = _choices(config)
     plain = asdict(load_config(*(f"{group}={choice}" for group, choice in choices.items())))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,9 +15,9 @@ from ...facts import DraftFacts, ModelFacts
 from ...plan.plan import make_plan, resolve_shape
 from ...shapes import MAX_WINDOW, PLAIN, CycleShape
 from ..floor import FloorModel
-from ..predict.advice import Efficiency, candidate_shapes, rank_shapes
+from ..predict.advice import Efficiency, Outlook, candidate_shapes
 from ..predict.capacity import packs_weights
-from ..predict.from_results import calibrate, of_rows, read_measured, timed
+from ..predict.from_results import calibrate, of_rows, read_measured
 from ..predict.model_pair import ModelPair, read_model_pair
 from ..predict.plan import configured_shape, deepest, device_and_dtype, most_steps, resolve_acceptance, resolve_hardware
 
@@ -26,13 +27,7 @@ TRIED_FAN, TRIED_NODES = 4, 16
 
 @dataclass(frozen=True)
 class Candidates:
-    """The shapes that could be run.
-
-    Attributes:
-        config: model and draft.
-        variant: of the catalog.
-        pair: facts of target and draft.
-    """
+    """The shapes that could be run."""
 
     config: LaunchConfig
     variant: Variant
@@ -89,7 +84,6 @@ class Prospect:
     """A shape that is run.
 
     Attributes:
-        shape: (S, K, N).
         why: ``automatic``, ``configured``, or the batch size at which it is predicted to be fast.
         ratios: batch to predicted ratio to the speed of plain decoding.
     """
@@ -112,7 +106,6 @@ def short_list(config: LaunchConfig, batches: Sequence[int], trial: Sequence[Map
 
     Args:
         config: model, draft, workload; ``tune.candidates`` is the length of the list.
-        batches: batch sizes to tune for, ascending.
         trial: records of sides that ran the shapes of :func:`tried_shapes`, and of plain decoding.
 
     Returns:
@@ -135,17 +128,16 @@ def short_list(config: LaunchConfig, batches: Sequence[int], trial: Sequence[Map
     if config.plan.measured is not None:
         measured = read_measured(config.plan.measured, variant, config.sampling.stated_temperature)
         here = measured.on(config.hardware.name, device)
-    efficiency = (calibrate(model, here, timed(here), hardware) if here is not None else None) or Efficiency()
+    efficiency = (calibrate(model, here, hardware) if here is not None else None) or Efficiency()
     acceptance = resolve_acceptance(config, variant, measured)
 
-    shapes = list(dict.fromkeys([PLAIN, *given, *candidates.possible]))
-    ratios: dict[CycleShape, dict[int, float]] = {shape: {} for shape in shapes}
+    outlook = Outlook(model, context, hardware, efficiency)
+    lengths = {shape: acceptance.length(shape) for shape in (*given, *candidates.possible)}
+    ratios: dict[CycleShape, dict[int, float]] = {shape: {} for shape in lengths}
     for batch in batches:
-        ranked = rank_shapes(model, shapes, acceptance, batch, context, hardware, efficiency)
-        plain = next(entry.tokens_per_second for entry in ranked if entry.shape == PLAIN)
-        for entry in ranked:
+        plain = outlook.predict(PLAIN, batch).tokens_per_second(1.0)
+        for entry in outlook.rank(lengths, batch):
             ratios[entry.shape][batch] = entry.tokens_per_second / plain
-    del ratios[PLAIN]
     windows = [window for window in pair.draft.decoder.sliding_window if window is not None] if pair.draft is not None else []
     return {
         "prospects": [
@@ -171,15 +163,8 @@ def pick(given: dict[CycleShape, str], ratios: dict[CycleShape, dict[int, float]
         ratios: shape to batch to predicted ratio to plain decoding, with those of ``given``.
         count: number of shapes, unless more are given.
     """
-
-    def mean(shape: CycleShape) -> float:
-        product = 1.0
-        for ratio in ratios[shape].values():
-            product *= ratio
-        return product
-
     best: dict[tuple[int, bool], CycleShape] = {}
-    for shape in sorted(ratios, key=lambda shape: (-mean(shape), shape.num_draft_tokens, shape)):
+    for shape in sorted(ratios, key=lambda shape: (-math.prod(ratios[shape].values()), shape.num_draft_tokens, shape)):
         best.setdefault((shape.num_steps, shape.is_chain), shape)
     taken = {shape: Prospect(shape, why, ratios[shape]) for shape, why in given.items()}
     left = [shape for shape in best.values() if shape not in taken]
@@ -189,14 +174,10 @@ def pick(given: dict[CycleShape, str], ratios: dict[CycleShape, dict[int, float]
         turn, place = divmod(len(taken) - len(given), len(batches))
         batch = batches[place]
         others = [shape for shape in left if turn % 2 and shape.is_chain != last[batch].is_chain]
-        shape = last[batch] = _fastest(others or left, ratios, batch)
+        shape = last[batch] = max(others or left, key=lambda shape: (ratios[shape][batch], -shape.num_draft_tokens))
         left.remove(shape)
         taken[shape] = Prospect(shape, f"predicted at batch {batch}", ratios[shape])
     return list(taken.values())
-
-
-def _fastest(shapes: Iterable[CycleShape], ratios: Mapping[CycleShape, Mapping[int, float]], batch: int) -> CycleShape:
-    return max(shapes, key=lambda shape: (ratios[shape][batch], -shape.num_draft_tokens))
 
 
 def _runs(config: LaunchConfig, shape: CycleShape, target: ModelFacts, draft: DraftFacts | None, device: str) -> bool:

@@ -16,9 +16,9 @@ from ...config.catalog import resolve_variant
 from ...config.command_options import LaunchConfig
 from ...config.schema import AdaptiveConfig, Config
 from ...errors import ResourceError
-from ..measure.compare import Bench, Measured, Say, Schedule, records, set_verdicts
+from ..measure.compare import Bench, Measured, Say, records, set_verdicts
 from ..measure.metrics import figures, ratio
-from ..measure.process import WorkerProcess, pack
+from ..measure.process import WorkerProcess
 from ..measure.sides import PLAIN, SUBJECT, SideConfig, plain_config
 from .choice import Choice, Outcome, Shape, backlog_for, choose, cycle_times, first_depths, mean_shares, shallower_depths
 
@@ -32,14 +32,8 @@ class Tuning:
 
     Attributes:
         prospects: rows of :func:`graphspec.lab.tune.short_list.short_list`.
-        outcomes: of the candidates whose tokens were right.
         plain: batch size to tokens per second of plain decoding, in the run of the candidates.
-        choice: the conclusion.
-        config: to be written.
         final: batch size to the outcome of ``config``; empty where that is plain decoding.
-        wrong: sides whose tokens were not those of plain decoding.
-        rows: records of kind ``side``.
-        head: their provenance record.
     """
 
     prospects: list[dict[str, Any]]
@@ -57,11 +51,12 @@ def tune(config: LaunchConfig, batches: Sequence[int], say: Say = lambda text: N
     """Measure the short list at every batch size and conclude."""
     plain_runtime = replace(config.runtime, depth_per_bucket={})
     base = replace(config, adaptive=AdaptiveConfig(backlog=config.adaptive.backlog), runtime=plain_runtime)
-    with WorkerProcess("short list", config.profile.timeout_seconds, module="graphspec.lab.tune.worker") as worker:
-        tried = worker.ask("tried", config=pack(base))
+    short_list = "graphspec.lab.tune.short_list"
+    with WorkerProcess("short list", config.profile.timeout_seconds) as worker:
+        tried = worker.ask("call", function=f"{short_list}:tried_shapes", config=base)
         trial = _try(base, [tuple(shape) for shape in tried], batches[0], say) if tried else []
         say("choosing a short list")
-        listed = worker.ask("short_list", config=pack(base), batches=list(batches), trial=trial)
+        listed = worker.ask("call", function=f"{short_list}:short_list", config=base, batches=list(batches), trial=trial)
     tuning = Tuning(listed["prospects"], rows=trial)
     shapes: list[Shape] = [tuple(prospect["shape"]) for prospect in tuning.prospects]
     for batch in batches:
@@ -84,26 +79,19 @@ TRIED_REQUESTS = 4
 def _try(config: LaunchConfig, shapes: Sequence[Shape], batch: int, say: Say) -> list[dict[str, Any]]:
     """Measure acceptance and stage times: some shapes and plain decoding, one after the other, with every stage timed."""
     requests = max(batch, min(TRIED_REQUESTS, config.workload.requests))
-    trial = replace(
-        config,
-        workload=replace(config.workload, batch=batch, requests=requests),
-        profile=replace(config.profile, stages=True),
-    )
+    options = replace(config.profile, rounds=1, warm_up_seconds=0.0, interleave=False, stages=True, generations=0, trace=None)
+    trial = replace(config, workload=replace(config.workload, batch=batch, requests=requests), profile=options)
     sides = [SideConfig(SUBJECT, trial.with_shape(shape)) for shape in shapes]
-    schedule = Schedule(1, 0.0, interleave=False, timeout_seconds=config.profile.timeout_seconds, cycles=True)
-    measured = Bench(schedule, lambda text: say(f"trial: {text}")).measure([*sides, SideConfig(PLAIN, plain_config(trial))])
+    measured = Bench(options, lambda text: say(f"trial: {text}")).measure([*sides, SideConfig(PLAIN, plain_config(trial))])
     set_verdicts(measured, None)
     return records(f"trial, batch {batch}", measured)
 
 
 def _measure(tuning: Tuning, configs: Sequence[LaunchConfig], batch: int, case: str, say: Say, *, final: bool) -> None:
     """Measure some engines and plain decoding at one batch size."""
-    profile, workload = configs[0].profile, configs[0].workload
+    options, workload = replace(configs[0].profile, rounds=configs[0].tune.rounds), configs[0].workload
     workload = replace(workload, batch=batch, requests=max(workload.requests, batch))
-    bench = Bench(
-        Schedule(configs[0].tune.rounds, profile.warm_up_seconds, profile.interleave, profile.timeout_seconds),
-        lambda text: say(f"{case}: {text}"),
-    )
+    bench = Bench(options, lambda text: say(f"{case}: {text}"), look_inside=False)
     sides = [SideConfig(SUBJECT, replace(config, workload=workload)) for config in configs]
     measured = bench.measure([*sides, SideConfig(PLAIN, plain_config(sides[0].config))])
     set_verdicts(measured, None)
@@ -144,7 +132,8 @@ def conclude(base: LaunchConfig, tuning: Tuning, listed: dict[str, Any], batches
     if shape is None:
         return plain_config(base)
     rows = max(batches[-1], base.runtime.max_rows)
-    config = replace(base, runtime=replace(base.runtime, max_rows=rows, buckets=_buckets(base.runtime.buckets, batches))).with_shape(shape)
+    buckets = sorted({*base.runtime.buckets, *batches})
+    config = replace(base, runtime=replace(base.runtime, max_rows=rows, buckets=buckets)).with_shape(shape)
     if not _adapts(base, listed):
         return config
     depths = shallower_depths(shape[0])
@@ -154,7 +143,7 @@ def conclude(base: LaunchConfig, tuning: Tuning, listed: dict[str, Any], batches
     adapting = replace(config, adaptive=AdaptiveConfig(depths=depths, backlog=backlog), workload=workload)
     say("timing cycles of every depth")
     with WorkerProcess("depths", config.profile.timeout_seconds, say) as worker:
-        worker.ask("prepare", role=SUBJECT, config=pack(adapting), command=[], like=None)
+        worker.ask("prepare", role=SUBJECT, config=adapting, command=[], like=None)
         timed = worker.ask("depth_times")
     programs: dict[int, dict[int, float]] = {}
     for bucket, depth, seconds in timed:
@@ -177,8 +166,3 @@ def conclude(base: LaunchConfig, tuning: Tuning, listed: dict[str, Any], batches
 def _adapts(base: LaunchConfig, listed: dict[str, Any]) -> bool:
     """Whether the drafter can change its depth."""
     return listed["heads"] == 1 and resolve_variant(base.variant.name).drafter in ("network", "history")
-
-
-def _buckets(buckets: Sequence[int], batches: Sequence[int]) -> list[int]:
-    """The configured buckets, and one for each tuned batch size."""
-    return sorted({*buckets, *batches})

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphspec.api.llm import LLM
+from graphspec.api.llm import LLM, generate_through
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import ConfigError
 from graphspec.kernels import select_kernels
@@ -47,7 +47,7 @@ def test_the_drafter_catches_up_after_a_pause(pair: Pair) -> None:
     llm = pair.llm(**FUSED, num_steps=2, topk=1, num_draft_tokens=3, depths=[0], backlog=7, prefill_tokens_per_cycle=4096)
     llm.depth_policy, launcher = ScriptedDepth([2, 0, 0, 0, 0, 2]), Launches(llm.cycle)
     prompt_ids = prompts(2, lengths=(2, 5))
-    outputs = llm.generate(prompt_ids, SamplingParams(max_tokens=12, ignore_eos=True), launcher=launcher)
+    outputs = generate_through(llm, launcher, prompt_ids, SamplingParams(max_tokens=12, ignore_eos=True))
     assert ids(outputs) == [pair.greedy(prompt, 12, ignore_eos=True) for prompt in prompt_ids]
     assert [-1 if key.catch_up else key.shape.num_steps for key in launcher.keys][:6] == [2, 0, 0, 0, 0, -1]
     assert all(output.timing.cycle_tokens[6] == 3 for output in outputs)

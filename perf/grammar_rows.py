@@ -1,20 +1,29 @@
 """What a grammar in a batch costs the rows without one: they are measured next to rows that follow a grammar, and next to the same without.
 
-With a grammar in the batch only one cycle is in flight, and the program is split where the host fills masks, for all of its rows.
+    python -m perf.grammar_rows [--rows 1] [--rounds 5] variant=eagle3 workload.batch=4 ...
+
+With a grammar in the batch only one cycle is in flight, and the program is split where the host fills masks, for all of its rows. The words
+are those of ``graphspec profile``; the configured engine and plain decoding are measured. Exit code 1: other rows had other tokens.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...api.llm import LLM
-from ...engine.request import ResolvedParams
-from ...errors import ResourceError
-from ...text.structured import Structured
-from .metrics import Timeline, spread
+from graphspec.api.llm import LLM
+from graphspec.config.command_options import LaunchConfig
+from graphspec.config.compose import load_config
+from graphspec.engine.request import ResolvedParams, sampling_class
+from graphspec.errors import ConfigError, ResourceError
+from graphspec.lab.measure.engine_side import EngineSide
+from graphspec.lab.measure.metrics import Timeline, spread
+from graphspec.lab.measure.sides import plain_config, speculates
+from graphspec.text.structured import Structured
 
 RECORDS = {
     "type": "array",
@@ -43,7 +52,6 @@ class Pass:
 
     Attributes:
         seconds: mean of their times per output token (:attr:`Timeline.tpot`).
-        tokens: of each.
         cycles, masked: cycles from the first of their prompts to the last of their ends, and how many of these had masks filled.
     """
 
@@ -57,10 +65,7 @@ class GrammarRows:
     """A batch of requests; the first ``structured`` of them run with a grammar or without.
 
     Args:
-        llm: the engine.
         prompts: one per row of the batch.
-        params: of the same; more than one token each.
-        structured: rows with a grammar.
     """
 
     def __init__(self, llm: LLM, prompts: Sequence[list[int]], params: Sequence[ResolvedParams], structured: int) -> None:
@@ -102,7 +107,7 @@ class GrammarRows:
         ]
         times = [tpot for line in lines if (tpot := line.tpot) is not None]
         if not times:
-            raise ResourceError("profile.structured_rows", "rows without a grammar that have two tokens or more", "one token each")
+            raise ResourceError("workload.output_tokens", "rows without a grammar that have two tokens or more", "one token each")
         return Pass(statistics.fmean(times), [list(request.output) for request in others.requests], cycles, masked)
 
     def _cycles(self) -> tuple[int, int]:
@@ -136,3 +141,58 @@ class GrammarRows:
             "ratio": {"median": statistics.median(ratios), "rounds": ratios} if right else None,
             "masked": sum(one.masked for one in found[True]) / sum(one.cycles for one in found[True]),
         }
+
+
+def grammar_rows(side: EngineSide, structured: int) -> GrammarRows:
+    """A batch of the workload's requests of which ``structured`` follow a grammar, with its programs built.
+
+    Raises:
+        ConfigError: no row would be left without a grammar.
+        ResourceError: a request that can't be served.
+    """
+    batch = side.workload.batch
+    if structured not in range(1, batch):
+        raise ConfigError("--rows", f"at least 1, and fewer than workload.batch = {batch}, so that other rows are left", structured)
+    places = [place % len(side.params) for place in range(batch)]
+    rows = GrammarRows(side.llm, [side.workload.requests[p].prompt for p in places], [side.params[p] for p in places], structured)
+    together = rows.requests(grammar=True)
+    side.check(*together)
+    side.llm.warm_up(batch, sampling=sampling_class([*together[1], *side.params]))
+    return rows
+
+
+def spell(found: dict[str, Any]) -> str:
+    """The result of :meth:`GrammarRows.measure` as a sentence without its full stop."""
+    count, others = found["structured_rows"], found["rows"] - found["structured_rows"]
+    where = f"next to {count} row{'s' * (count > 1)} with a grammar, {others} without {'have' if others > 1 else 'has'}"
+    if found["equal"] is False:
+        return f"{where} OTHER TOKENS than next to the same without a grammar"
+    times = " against ".join(f"{found['tpot_ms'][name]['median']:.2f}" for name in ("with", "without"))
+    note = "" if found["masked"] == 1 else f"; only {100 * found['masked']:.0f} % of their cycles had one"
+    return f"{where} {found['ratio']['median']:.2f} times the time per token, {times} ms{note}"
+
+
+def run(config: LaunchConfig, structured: int, rounds: int) -> int:
+    """Measure the configured engine and plain decoding; prints a sentence and a JSON object of each. Returns the exit code."""
+    code = 0
+    for engine in (config, *([plain_config(config)] if speculates(config) else [])):
+        side = EngineSide(engine)
+        with side.llm:
+            found = grammar_rows(side, structured).measure(rounds)
+        print(f"{engine.variant.name}: {spell(found)}")
+        print(json.dumps(found))
+        code |= found["equal"] is False
+    return code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1, help="rows that follow a grammar")
+    parser.add_argument("--rounds", type=int, default=5)
+    options, words = parser.parse_known_args(argv)
+    return run(load_config(*words), options.rows, options.rounds)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
