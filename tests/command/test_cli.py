@@ -402,7 +402,7 @@ def test_a_reader_that_leaves_is_no_error():
 @pytest.mark.parametrize(
     ("line", "choices"),
     [
-        ("graphspec ", {"generate", "inspect", "diff", "demo", "profile", "plan", "tune", "report", "train", "convert", "serve"}),
+        ("graphspec ", {"generate", "inspect", "diff", "demo", "profile", "plan", "tune", "report", "train", "convert", "fetch", "serve"}),
         ("graphspec ge", {"generate"}),
         ("/opt/generate/graphspec generate variant=", {f"variant={name}" for name in VARIANTS}),
         ("graphspec diff sampling.max_", {"sampling.max_tokens="}),
