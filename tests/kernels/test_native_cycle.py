@@ -7,12 +7,12 @@ import torch
 
 from graphspec.errors import ConfigError
 from graphspec.graphs import programs
-from graphspec.kernels import ATTENTION_OPS, OPS, select_kernels
+from graphspec.kernels import ATTENTION_OPS, LINEAR_OPS, OPS, select_kernels
 from graphspec.kernels.native import cycle
 from graphspec.kernels.threads import team_threads, torch_loops
 from graphspec.kernels.tree import draft_topk
 
-WHOLE = tuple(op.name for op in OPS if "native" in op.implementations and op.name not in (*ATTENTION_OPS, "linear"))
+WHOLE = tuple(op.name for op in OPS if "native" in op.implementations and op.name not in (*ATTENTION_OPS, *LINEAR_OPS))
 
 
 @pytest.fixture(autouse=True)
