@@ -23,6 +23,11 @@ CODES = {
 ``int4`` is stored plus 8."""
 
 
+def code_bits(code: str) -> int:
+    """Of a code."""
+    return 4 if code in ("int4", "uint4", "e2m1") else 8
+
+
 class Packed(NamedTuple):
     """A weight ``[N, K]`` as codes. :func:`dequantise` specifies its values."""
 
@@ -46,7 +51,7 @@ class Packed(NamedTuple):
     @property
     def bits(self) -> int:
         """Of a code."""
-        return 4 if self.code in ("int4", "uint4", "e2m1") else 8
+        return code_bits(self.code)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -65,9 +65,25 @@ def _sum_dots_in_one_order() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
+def _round_to_bfloat16() -> None:
+    """Make the interpreter round float32 to the nearest bfloat16, ties to even, as a GPU does. It cuts the bits off."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    builder = interpreter.InterpreterBuilder
+    original = builder.cast_impl
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        if not (src.dtype.scalar.is_fp32() and dst_type.scalar.is_bf16()):
+            return original(self, src, dst_type)
+        rounded = torch.from_numpy(src.data.copy()).bfloat16().view(torch.int16).numpy().view("uint16")
+        return interpreter.TensorHandle(rounded, dst_type.scalar)
+
+    builder.cast_impl = cast_impl
+
+
 if INTERPRETED:
     _accept_tensor_bounds()
     _sum_dots_in_one_order()
+    _round_to_bfloat16()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from ...errors import ConfigError
+from ..packed import code_bits
 from .hopper import MULTIPROCESSORS, PROGRAM_SHARED_BYTES, RESERVED_BYTES
 
-FORMAT = 2
+FORMAT = 3
 FUSED_ROWS = 64
 """Above this many rows a product is no longer bound by reading its weights, and cuBLAS is used unless the numerics forbid it."""
 SCANNED_ROWS = 8
@@ -46,9 +47,10 @@ class LinearShape:
         rows: product of the leading dimensions of the input.
         outputs: rows of the weight, gate and up both counted.
         inputs: columns of the weight.
-        dtype: of input and weight, as ``bfloat16``.
+        dtype: of input and result, and of the weight unless it is packed, as ``bfloat16``.
         norm, gated, residual, bias, float32: which of these the call adds to the product.
         summed: whether the sums of squares for the norm come from the previous product.
+        code, group: of a packed weight (:class:`~graphspec.kernels.packed.Packed`).
     """
 
     rows: int
@@ -61,16 +63,23 @@ class LinearShape:
     bias: bool = False
     float32: bool = False
     summed: bool = False
+    code: str = ""
+    group: int = 0
 
     @property
     def item_size(self) -> int:
-        """Bytes per element."""
+        """Bytes per element of the input."""
         return getattr(torch, self.dtype).itemsize
+
+    @property
+    def weight_bits(self) -> int:
+        """Bits per element of the weight, without its scales."""
+        return code_bits(self.code) if self.code else 8 * self.item_size
 
     @property
     def aligned(self) -> bool:
         """Whether rows of the weight are aligned to 16 bytes, so that asynchronous copies can load them."""
-        return self.inputs * self.item_size % 16 == 0
+        return self.inputs * self.weight_bits % 128 == 0
 
     @property
     def width(self) -> int:
@@ -101,8 +110,8 @@ class LinearConfig:
 
     def shared_bytes(self, shape: LinearShape) -> int:
         """Bytes of shared memory of the tiles in flight."""
-        rows = self.tile_outputs * (2 if shape.gated else 1) + self.tile_rows
-        return rows * self.tile_inputs * shape.item_size * self.stages
+        weights = self.tile_outputs * (2 if shape.gated else 1) * shape.weight_bits // 8
+        return (weights + self.tile_rows * shape.item_size) * self.tile_inputs * self.stages
 
     def encoded(self) -> tuple[int, ...]:
         """The config as integers, which a graph can contain."""
