@@ -161,17 +161,18 @@ def _linear(
     if norm_weight is not None:
         scale = tl.zeros([TILE_M], tl.float32)
         # Loaded one step ahead: the dot waits for the scaled rows, but not for weights of later steps.
-        scales = tl.load(norm_weight + first + channel, mask=first + channel < end, other=0.0)
+        norm_scales = tl.load(norm_weight + first + channel, mask=first + channel < end, other=0.0)
 
     if CODE != "":
         # One step ahead, too.
-        fields = fields_from(
-            None, scales, super_scales, zeros, minimums, super_minimums, weight_row, first,
+        fields = (scales, super_scales, zeros, minimums, super_minimums)
+        entries = fields_from(
+            None, fields, weight_row, first,
             columns, super_columns, super_minimum_columns, GROUP, SUPER, SUPER_MINIMUM, TILE_K,
         )  # fmt: skip
         if GATED:
-            up_fields = fields_from(
-                None, scales, super_scales, zeros, minimums, super_minimums, weight_row + outputs, first,
+            up_entries = fields_from(
+                None, fields, weight_row + outputs, first,
                 columns, super_columns, super_minimum_columns, GROUP, SUPER, SUPER_MINIMUM, TILE_K,
             )  # fmt: skip
 
@@ -199,16 +200,16 @@ def _linear(
                     scale = tl.sum(tl.where(own, _factor(total, inputs, eps)[None, :], 0.0), 1)
                 else:
                     scale = _factor(_row_totals(squares, row, in_rows, square_parts, PARTS), inputs, eps)
-            rows_of_x = _normed(rows_of_x, scale, scales, OFFSET, dtype)
+            rows_of_x = _normed(rows_of_x, scale, norm_scales, OFFSET, dtype)
             following = start + TILE_K + channel
-            scales = tl.load(norm_weight + following, mask=following < end, other=0.0)
+            norm_scales = tl.load(norm_weight + following, mask=following < end, other=0.0)
         narrow = tl.trans(rows_of_x)
         if CODE != "":
-            rows_of_weight = dequantised(rows_of_weight, fields, CODE, FLOAT8, dtype)
+            rows_of_weight = dequantised(rows_of_weight, entries, fields, CODE, FLOAT8, GROUP, dtype)
             if not EVEN:
                 rows_of_weight = tl.where((start + channel < inputs)[None, :], rows_of_weight, 0.0)
-            fields = fields_from(
-                fields, scales, super_scales, zeros, minimums, super_minimums, weight_row, start + TILE_K,
+            entries = fields_from(
+                entries, fields, weight_row, start + TILE_K,
                 columns, super_columns, super_minimum_columns, GROUP, SUPER, SUPER_MINIMUM, TILE_K,
             )  # fmt: skip
         acc = tl.dot(rows_of_weight, narrow, acc, input_precision="ieee")
@@ -219,11 +220,11 @@ def _linear(
             else:
                 rows_of_weight = tl.load(at, mask=(start // PAIR + code < inputs // PAIR)[None, :], other=0)
             if CODE != "":
-                rows_of_weight = dequantised(rows_of_weight, up_fields, CODE, FLOAT8, dtype)
+                rows_of_weight = dequantised(rows_of_weight, up_entries, fields, CODE, FLOAT8, GROUP, dtype)
                 if not EVEN:
                     rows_of_weight = tl.where((start + channel < inputs)[None, :], rows_of_weight, 0.0)
-                up_fields = fields_from(
-                    up_fields, scales, super_scales, zeros, minimums, super_minimums, weight_row + outputs, start + TILE_K,
+                up_entries = fields_from(
+                    up_entries, fields, weight_row + outputs, start + TILE_K,
                     columns, super_columns, super_minimum_columns, GROUP, SUPER, SUPER_MINIMUM, TILE_K,
                 )  # fmt: skip
             up = tl.dot(rows_of_weight, narrow, up, input_precision="ieee")

@@ -131,7 +131,11 @@ def split_inputs(shape: LinearShape, tile_inputs: int, wanted: int) -> int:
 
 
 def _tile_inputs(shape: LinearShape, wanted: int) -> int:
-    """``wanted`` columns, or fewer if the weight has fewer or its tiles have to go through registers."""
+    """``wanted`` columns, or fewer if the weight has fewer or its tiles have to go through registers.
+
+    Twice as many of 4 bits, up to what fits the registers where gate and up are converted.
+    """
+    wanted = min(2 * wanted, 128 if shape.gated else 256) if shape.weight_bits == 4 else wanted
     most = 32 if shape.item_size > 2 else wanted if shape.aligned else min(wanted, 64)
     return min(most, max(1 << (shape.inputs - 1).bit_length(), 16))
 
@@ -204,9 +208,10 @@ def _tile_rows(shape: LinearShape) -> int:
 def _narrow(shape: LinearShape) -> list[LinearConfig]:
     """Configs with tiles so narrow that one wave of programs needs no splits, and hence no merge.
 
-    None after a norm, which every program would apply to the whole input, and none for shapes that need splits anyway.
+    None after a norm, which every program would apply to the whole input, and none for shapes that need splits anyway. None for codes
+    either: in tiles of fewer than 64 outputs several warps would convert the same ones.
     """
-    if shape.item_size > 2 or not shape.aligned or shape.norm or shape.gated or shape.rows > NARROW_ROWS:
+    if shape.code or shape.item_size > 2 or not shape.aligned or shape.norm or shape.gated or shape.rows > NARROW_ROWS:
         return []
     made = ((residents, _resident(shape, 16, NARROW_OUTPUTS, _tile_inputs(shape, 256), residents, scan=False)) for residents in (1, 2))
     fitting = ((residents, replace(config, splits=1)) for residents, config in made if config is not None)
