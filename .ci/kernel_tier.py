@@ -16,7 +16,7 @@ import sys
 
 ELSEWHERE = (
     "docs/", "examples/", "perf/", "recipes/",
-    "graphspec/demo/", "graphspec/lab/", "graphspec/serve/", "graphspec/show/",
+    "graphspec/demo/", "graphspec/lab/", "graphspec/serve/", "graphspec/cli/",
     "tests/browser/", "tests/command/", "tests/engine/", "tests/fuzz/", "tests/gpu/",
     "tests/clients/", "tests/lab/", "tests/perf/", "tests/recipes/", "tests/serve/", "tests/train/",
     "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md",

@@ -1,7 +1,7 @@
 """Write what the docs take from the code: ``python docs/generate.py``.
 
-``docs/configuration.md`` comes from the docstrings of ``graphspec/config.py``, the layers in ``docs/design.md`` from the import contract in
-``pyproject.toml`` and the first sentence of each module's docstring.
+``docs/configuration.md`` comes from the docstrings of ``graphspec/config/schema.py``, the layers in ``docs/design.md`` from the import
+contract in ``pyproject.toml`` and the first sentence of each module's docstring.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ the bare key is a keyword of `LLM` (`page_size=1`; those of `sampling` are field
 `graphspec generate --cfg job` prints the result without running; an unknown key, a bad value and a contradiction each give one
 message and exit code 2.
 
-This page is written by `python docs/generate.py` from `graphspec/config.py`.
+This page is written by `python docs/generate.py` from `graphspec/config/schema.py`.
 """
 
 
@@ -67,7 +67,7 @@ def _rows(node: ast.ClassDef, classes: dict[str, ast.ClassDef], prefix: str = ""
 
 def page() -> str:
     """The page's text."""
-    tree = ast.parse((ROOT / "graphspec" / "config.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "graphspec" / "config" / "schema.py").read_text(encoding="utf-8"))
     groups, out = _groups(tree), [HEAD]
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     for name, node in classes.items():

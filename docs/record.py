@@ -12,9 +12,9 @@ from pathlib import Path
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
-from graphspec.command_input import DEMO_PROMPT
-from graphspec.compose import load_config
-from graphspec.show.demo import DEMO_WIDTH, run_demo
+from graphspec.cli.demo import DEMO_WIDTH, run_demo
+from graphspec.cli.input import DEMO_PROMPT
+from graphspec.config.compose import load_config
 
 OUT = Path(__file__).parent / "demo.svg"
 COMMAND = "graphspec demo experiment=demo_chain"

@@ -9,14 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .compose import load_config
-    from .config import Config
-    from .engine.async_llm import AsyncLLM
-    from .engine.llm import LLM
-    from .engine.outputs import Output, RequestOutput, StreamEvent
+    from .api.async_llm import AsyncLLM
+    from .api.llm import LLM
+    from .api.outputs import Output, RequestOutput, StreamEvent
+    from .config.compose import load_config
+    from .config.schema import Config
     from .engine.request import SamplingParams
-    from .engine.structured import Structured
     from .errors import GraphspecError
+    from .text.structured import Structured
 
 __version__ = "0.1.0.dev0"
 
@@ -26,22 +26,22 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "AsyncLLM": ".engine.async_llm",
-    "LLM": ".engine.llm",
-    "Output": ".engine.outputs",
-    "RequestOutput": ".engine.outputs",
-    "StreamEvent": ".engine.outputs",
+    "AsyncLLM": ".api.async_llm",
+    "LLM": ".api.llm",
+    "Output": ".api.outputs",
+    "RequestOutput": ".api.outputs",
+    "StreamEvent": ".api.outputs",
     "SamplingParams": ".engine.request",
-    "Structured": ".engine.structured",
-    "load_config": ".compose",
-    "Config": ".config",
+    "Structured": ".text.structured",
+    "load_config": ".config.compose",
+    "Config": ".config.schema",
     "GraphspecError": ".errors",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        from .checks import closest
+        from .config.checks import closest
 
         near = closest(name, __all__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{f' ({near})' if near else ''}; it has {', '.join(__all__)}")

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from graphspec.config import RUNTIMES
-from graphspec.engine.llm import LLM
+from graphspec.api.llm import LLM
+from graphspec.config.schema import RUNTIMES
 from graphspec.engine.request import SamplingParams
 from graphspec.lab.measure.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
 from recipes.corpus import load_corpus

@@ -53,11 +53,11 @@ def bytecodes() -> Counts:
 
 def _demo_plan(variant: str, shape: tuple[int, int, int] | None, rows: int, **facts: Any) -> Any:
     """A plan over the demo's facts; with ``facts``, over a bfloat16 model of those sizes on a GPU, and an EAGLE-3 head for it."""
-    from graphspec.catalog import load_object, resolve_variant
-    from graphspec.config import Config, ModelConfig, RuntimeConfig, VariantConfig
-    from graphspec.engine.folders import model_folder
+    from graphspec.config.catalog import load_object, resolve_variant
+    from graphspec.config.schema import Config, ModelConfig, RuntimeConfig, VariantConfig
     from graphspec.facts import read_model_facts
-    from graphspec.plan import make_plan
+    from graphspec.facts.folders import model_folder
+    from graphspec.plan.plan import make_plan
 
     steps, topk, nodes = shape or (None, None, None)
     entry, folder = resolve_variant(variant), model_folder("demo")
@@ -88,8 +88,8 @@ LLAMA_8B = {
 
 def sizes() -> Counts:
     """Bytes of every group of slots, and of the transfers between host and device per launch, as the plans declare them."""
-    from graphspec.buffers import declare_slots, plan_sizes
     from graphspec.graphs.stages.mailbox import MailLayout
+    from graphspec.plan.buffers import declare_slots, plan_sizes
 
     plans = {
         "demo, eagle3 (4, 1, 5), 8 rows": _demo_plan("eagle3", (4, 1, 5), 8),
@@ -111,7 +111,7 @@ def sizes() -> Counts:
 
 def cycles() -> Counts:
     """Cycles of each demo drafter for the same tokens: fixed prompts, greedy, eager, float32."""
-    from graphspec.engine.llm import LLM
+    from graphspec.api.llm import LLM
     from graphspec.engine.request import SamplingParams
 
     params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True).resolve()
@@ -126,7 +126,7 @@ def cycles() -> Counts:
 
 def graphs() -> Counts:
     """Graphs that Dynamo hands to the compiler while an engine warms up: one for each bucket's cycle, none for prefill."""
-    from graphspec.engine.llm import LLM
+    from graphspec.api.llm import LLM
 
     found: Counts = {}
     # Only calls of the compiler are counted; other tests show that it compiles.

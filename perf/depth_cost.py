@@ -23,9 +23,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from graphspec.api.llm import DEMO, LLM, model_folder
+from graphspec.api.outputs import StreamEvent
 from graphspec.engine.depth import AdaptiveDepth
-from graphspec.engine.llm import DEMO, LLM, model_folder
-from graphspec.engine.outputs import StreamEvent
 from graphspec.engine.request import SamplingParams
 from graphspec.lab.measure.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
 from graphspec.models.layers import Linear

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from graphspec.command_input import DEMO_PROMPT
+from graphspec.cli.input import DEMO_PROMPT
 from graphspec.lab.measure.provenance import provenance, result_file, within_repository, write_jsonl
 
 RESULTS = Path(__file__).parent / "results"

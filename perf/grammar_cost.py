@@ -16,7 +16,7 @@ from statistics import median
 import torch
 import xgrammar
 
-from graphspec.engine.grammar import RowGrammar, Speller
+from graphspec.api.grammar import RowGrammar, Speller
 from graphspec.shapes import MASK_BITS
 
 SCHEMA = '{"type": "object", "properties": {"name": {"type": "string"}, "text": {"type": "string"}}, "required": ["name", "text"]}'

@@ -15,19 +15,19 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from graphspec.buffers import RING_FIELDS, Arena, Status, Views
-from graphspec.catalog import load_object, resolve_variant
-from graphspec.config import Config, ModelConfig, RuntimeConfig, VariantConfig
-from graphspec.engine.folders import model_folder
+from graphspec.config.catalog import load_object, resolve_variant
+from graphspec.config.schema import Config, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.engine.request import Request, SamplingParams
 from graphspec.engine.scheduler import Scheduler
 from graphspec.facts import read_model_facts
+from graphspec.facts.folders import model_folder
 from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.programs import Key, PrefillKey
 from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.graphs.stages.stage import Stage
 from graphspec.kernels import select_kernels
-from graphspec.plan import Plan, make_plan
+from graphspec.plan.buffers import RING_FIELDS, Arena, Status, Views
+from graphspec.plan.plan import Plan, make_plan
 from graphspec.shapes import GREEDY
 from perf.bytecodes import count_bytecodes
 

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from graphspec.buffers import DTYPES
-from graphspec.engine.llm import LLM
+from graphspec.api.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.graphs.compile import Region
 from graphspec.graphs.stages.stage import TargetModel
@@ -27,6 +26,7 @@ from graphspec.kernels.registry import KernelSet
 from graphspec.lab.measure.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
 from graphspec.models.attention import TreeAttention
 from graphspec.models.target import load_target
+from graphspec.plan.buffers import DTYPES
 from graphspec.shapes import GREEDY
 from perf.gpu.static_decode import compiled_step
 from perf.speed import held_out_prompts

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from graphspec.native_build import cache_folder
+from graphspec.host.native_build import cache_folder
 
 WORKER = Path(__file__).with_name("peer_worker.py")
 

@@ -12,9 +12,9 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from graphspec.catalog import resolve_variant
-from graphspec.compose import load_config
-from graphspec.engine.llm import LLM
+from graphspec.api.llm import LLM
+from graphspec.config.catalog import resolve_variant
+from graphspec.config.compose import load_config
 from graphspec.lab.floor import FloorModel, Hardware
 from graphspec.lab.measure.machine import copy_bandwidth
 from graphspec.lab.measure.provenance import ROOT, provenance, result_file, within_repository, write_jsonl

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from graphspec.engine.llm import LLM
+from graphspec.api.llm import LLM
 from graphspec.engine.request import Request, SamplingParams
 from graphspec.engine.scheduler import Scheduler
 from graphspec.graphs.cycle import Cycle, RingEntry

@@ -24,14 +24,14 @@ from typing import Any
 
 import torch
 
-from graphspec.buffers import DTYPES
-from graphspec.config import RUNTIMES
-from graphspec.core_wait import CoreWait, busy_caution
-from graphspec.engine.folders import model_folder
-from graphspec.engine.llm import LLM
+from graphspec.api.llm import LLM
+from graphspec.config.schema import RUNTIMES
 from graphspec.engine.request import SamplingParams
+from graphspec.facts.folders import model_folder
+from graphspec.host.core_wait import CoreWait, busy_caution
 from graphspec.lab.measure.provenance import provenance, result_file, within_repository, write_jsonl
-from graphspec.runtime import resolve_runtime
+from graphspec.plan.buffers import DTYPES
+from graphspec.plan.runtime import resolve_runtime
 from perf.peers import PEERS, PeerError, PeerProcess, exporter_of
 from recipes.corpus import load_corpus
 

@@ -24,10 +24,10 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from graphspec.command_options import LaunchConfig
-from graphspec.compose import load_config
+from graphspec.config.command_options import LaunchConfig
+from graphspec.config.compose import load_config
 from graphspec.errors import ConfigError
-from graphspec.progress import progress_bars
+from graphspec.host.progress import progress_bars
 from graphspec.train.draft import Recipe
 from graphspec.train.drafter import trained_variants
 from graphspec.train.export import TOKENIZER_FILES, size_in_megabytes

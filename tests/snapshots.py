@@ -10,7 +10,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from graphspec.compose import config_groups, load_config
+from graphspec.config.compose import config_groups, load_config
 
 FOLDER = Path(__file__).parent / "snapshots"
 

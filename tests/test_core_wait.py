@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from graphspec import core_wait
-from graphspec.core_wait import BUSY, CoreWait, busy_caution, thread_waits
+from graphspec.host import core_wait
+from graphspec.host.core_wait import BUSY, CoreWait, busy_caution, thread_waits
 
 
 def threads(folder: Path, waited: dict[str, int]) -> None:

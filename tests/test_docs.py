@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from graphspec import load_config
-from graphspec.cli import COMMANDS
+from graphspec.cli.main import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("docs", "examples", "recipes", "perf")

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from graphspec.catalog import resolve_variant
-from graphspec.config import Config, HardwareConfig, ModelConfig, RuntimeConfig, VariantConfig
-from graphspec.draft_parallel import DraftParallel, of_rank, price_parts
+from graphspec.config.catalog import resolve_variant
+from graphspec.config.schema import Config, HardwareConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.drafters.eagle3.facts import Eagle3Facts
 from graphspec.errors import ConfigError
 from graphspec.facts import DraftFacts, ModelFacts, read_model_facts
 from graphspec.lab.predict.model_pair import SHAPES
-from graphspec.plan import Plan, make_plan
+from graphspec.plan.draft_parallel import DraftParallel, of_rank, price_parts
+from graphspec.plan.plan import Plan, make_plan
 from tests.support.tiny import latent_facts, other_draft_facts
 
 H200 = HardwareConfig(bandwidth_gbs=4800, link_gbs=450)
@@ -97,7 +97,7 @@ def test_what_cannot_be_spread_is_refused_by_name_or_replicated() -> None:
 def test_a_network_of_another_package_is_replicated(monkeypatch: pytest.MonkeyPatch) -> None:
     target = llama_70b()
     variant = replace(resolve_variant("eagle3"), draft_shards=False)
-    monkeypatch.setattr("graphspec.plan.resolve_variant", lambda name: variant)
+    monkeypatch.setattr("graphspec.plan.plan.resolve_variant", lambda name: variant)
     assert "does not declare draft_shards" in str(plan_of(head(target), target).draft_parallel)
     with pytest.raises(ConfigError, match="does not declare draft_shards"):
         plan_of(head(target), target, "sharded")

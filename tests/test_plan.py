@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphspec.catalog import resolve_variant
-from graphspec.config import Config, ModelConfig, VariantConfig
-from graphspec.engine.arguments import engine_config
+from graphspec.api.arguments import engine_config
+from graphspec.config.catalog import resolve_variant
+from graphspec.config.schema import Config, ModelConfig, VariantConfig
 from graphspec.errors import ConfigError
 from graphspec.facts import RopeFacts
 from graphspec.facts.families import LLAMA, Family, find_family
 from graphspec.graphs.stages.mailbox import MailLayout
-from graphspec.plan import make_plan, resolve_shape
+from graphspec.plan.plan import make_plan, resolve_shape
 from graphspec.shapes import PLAIN, SAMPLED, CycleShape, GraphKey, pick_bucket
 from tests.support.plans import draft_facts, model_facts, plan
 
@@ -290,5 +290,5 @@ def test_draft_facts_reach_the_plan() -> None:
 
 
 def test_planning_imports_no_torch() -> None:
-    code = "import sys, graphspec.plan, graphspec.facts, graphspec.catalog; sys.exit('torch' in sys.modules)"
+    code = "import sys, graphspec.plan.plan, graphspec.facts, graphspec.config.catalog; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from graphspec.config import Config, ModelConfig, NgramSettings, RuntimeConfig, VariantConfig
-from graphspec.drafters.head_config import one_layer
+from graphspec.config.schema import Config, ModelConfig, NgramSettings, RuntimeConfig, VariantConfig
+from graphspec.drafters.heads.config import one_layer
 from graphspec.drafters.mtp.facts import MTPFacts
 from graphspec.drafters.standalone.facts import StandaloneFacts
 from graphspec.errors import ConfigError
 from graphspec.facts.multipliers import Multipliers
-from graphspec.plan import Plan, make_plan
+from graphspec.plan.plan import Plan, make_plan
 from graphspec.shapes import CycleShape
 from tests.support.plans import draft_facts, model_facts
 

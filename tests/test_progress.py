@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from graphspec import progress
+from graphspec.api import llm as module
+from graphspec.api.llm import LLM, SamplingParams
 from graphspec.engine import kernel_choice
-from graphspec.engine import llm as module
-from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.graphs.cycle import Cycle
-from graphspec.progress import Bars, Calls, LogLines, automatic, display_of
+from graphspec.host import progress
+from graphspec.host.progress import Bars, Calls, LogLines, automatic, display_of
 from tests.support.engines import CHAIN, Pair, mirror_pair, prompts
 from tests.support.interrupts import Fault
 from tests.support.plans import plan

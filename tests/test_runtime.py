@@ -8,17 +8,17 @@ import pytest
 import torch
 from rich.console import Console
 
-from graphspec.command_options import LaunchConfig
-from graphspec.compose import load_config
-from graphspec.config import Config, KernelsConfig, RuntimeConfig
-from graphspec.engine import llm as llm_module
-from graphspec.engine.llm import LLM
+from graphspec.api import llm as llm_module
+from graphspec.api.llm import LLM
+from graphspec.cli.inspect import plan_table
+from graphspec.config.command_options import LaunchConfig
+from graphspec.config.compose import load_config
+from graphspec.config.schema import Config, KernelsConfig, RuntimeConfig
 from graphspec.errors import ConfigError
 from graphspec.lab.predict.capacity import engine_plan
 from graphspec.lab.predict.model_pair import read_model_pair
-from graphspec.plan import Plan, make_plan
-from graphspec.runtime import Runtime, resolve_runtime
-from graphspec.show.inspect import plan_table
+from graphspec.plan.plan import Plan, make_plan
+from graphspec.plan.runtime import Runtime, resolve_runtime
 from tests.support.plans import draft_facts, model_facts
 
 

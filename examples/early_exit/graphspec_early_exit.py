@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphspec.catalog import Variant
+from graphspec.config.catalog import Variant
 from graphspec.facts import DraftFacts, ModelFacts
 from graphspec.shapes import CycleShape
 
 if TYPE_CHECKING:
-    from graphspec.models.llama import LlamaModel
+    from graphspec.models.decoder import Decoder
 
 VARIANT = Variant(
     name="early_exit",
@@ -36,7 +36,7 @@ def read_facts(folder: Path, target: ModelFacts) -> DraftFacts:
     return DraftFacts(path=folder, decoder=decoder, draft_vocab_size=target.vocab_size, target_hidden_size=target.hidden_size)
 
 
-def load(facts: DraftFacts, target: LlamaModel, max_positions: int, dtype: Any, device: Any, progress: Any = None) -> Any:
+def load(facts: DraftFacts, target: Decoder, max_positions: int, dtype: Any, device: Any, progress: Any = None) -> Any:
     """The drafter; nothing is read, for everything is the target's."""
     from torch import Tensor, nn
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphspec.catalog import Variant
+from graphspec.config.catalog import Variant
 from graphspec.facts import DraftFacts, DraftPass, ModelFacts
 from graphspec.shapes import CycleShape
 
 if TYPE_CHECKING:
     from graphspec.graphs.stages.stage import Build, Stage
-    from graphspec.models.llama import LlamaModel
+    from graphspec.models.decoder import Decoder
 
 VARIANT = Variant(
     name="mask_tokens",
@@ -49,7 +49,7 @@ def read_facts(folder: Path, target: ModelFacts) -> MaskFacts:
     return MaskFacts(path=folder, decoder=decoder, draft_vocab_size=target.vocab_size, target_hidden_size=target.hidden_size)
 
 
-def load(facts: MaskFacts, target: LlamaModel, max_positions: int, dtype: Any, device: Any, progress: Any = None) -> Any:
+def load(facts: MaskFacts, target: Decoder, max_positions: int, dtype: Any, device: Any, progress: Any = None) -> Any:
     """The network; nothing is read, for everything is the target's."""
     import torch
     from torch import Tensor, nn
@@ -90,9 +90,9 @@ def stages(build: Build) -> list[Stage]:
     import torch
     from torch.nn import functional as F
 
-    from graphspec.buffers import Views
-    from graphspec.drafters.marginals import MarginalStage
-    from graphspec.kernels.tree_build import causal_words
+    from graphspec.drafters.heads.marginals import MarginalStage
+    from graphspec.kernels.tree.tree_build import causal_words
+    from graphspec.plan.buffers import Views
 
     class MaskTokens(MarginalStage):
         name = "mask_tokens"

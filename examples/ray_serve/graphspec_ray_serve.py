@@ -21,12 +21,12 @@ from ray.serve import Application
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graphspec import load_config
-from graphspec.checks import check_fields, in_range
-from graphspec.command_options import LaunchConfig
+from graphspec.config.checks import check_fields, in_range
+from graphspec.config.command_options import LaunchConfig
+from graphspec.config.server_options import ServerConfig
 from graphspec.errors import ConfigError, GraphspecError
 from graphspec.serve.access import hosts_of
 from graphspec.serve.run import check_packages, load_api, read_keys, served_name
-from graphspec.server_options import ServerConfig
 
 NAME = "graphspec"
 """Of the application on a cluster."""

@@ -1,1 +1,1 @@
-"""Requests, pages, scheduler, and the Python API."""
+"""Requests of tokens, their pages and rows, the scheduler, and the thread that drives a cycle."""

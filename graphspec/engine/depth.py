@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..errors import ConfigError
-from ..plan import Plan
+from ..plan.plan import Plan
 
 MEMORY = 64
 """Drafts over which a share is remembered, or over half as many cycles if those have more drafts; cycles without a position after which a

@@ -9,7 +9,7 @@ import torch
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
-    from ..config import HardwareConfig
+    from ..config.schema import HardwareConfig
 
 
 def resolve_device(asked: str) -> str:

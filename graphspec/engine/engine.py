@@ -19,13 +19,11 @@ from typing import TypeVar
 
 from ..errors import ResourceError
 from ..graphs.cycle import Cycle
-from ..graphs.programs import Key, describe_class, prefill_keys
-from ..progress import Calls, Display, Progress
+from ..graphs.programs import Key, class_cost, describe_class, prefill_keys
+from ..host.progress import Calls, Display, Progress
 from ..shapes import GREEDY, GraphKey, SamplingClass, pick_bucket
-from .calls import Call, CallerLeft, Exclusive, Handle
-from .class_programs import class_cost
 from .depth import AdaptiveDepth, DepthPolicy
-from .driver import Driver, Outbox, closed
+from .driver import Call, CallerLeft, Driver, Exclusive, Handle, Outbox, closed
 from .meter import Load
 from .proposer import Proposer
 from .request import Request

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..config import Config
+from ..config.paths import user_path
+from ..config.schema import Config
 from ..errors import ConfigError
+from ..host.progress import Display
 from ..kernels import KernelSet, resolve, select_kernels
-from ..paths import user_path
-from ..plan import Plan
-from ..progress import Display
+from ..plan.plan import Plan
 from .programmatic import resolve as resolve_programmatic
 from .tuning import read_table
 
 if TYPE_CHECKING:
-    from ..kernels.fused.linear_choice import LinearTable
+    from ..kernels.linear.fused.linear_choice import LinearTable
 
 KEY = "kernels.linear_table"
 NATIVE = "graphspec.kernels.native"

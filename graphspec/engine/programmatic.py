@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from ..errors import ConfigError
-from ..native_build import cache_folder
+from ..host.native_build import cache_folder
 
 FILE = "programmatic_launch.json"
 KEY = "kernels.programmatic_launch"
@@ -27,12 +27,11 @@ CAPABILITY = (9, 0)
 
 def identity(device: torch.device) -> dict[str, str]:
     """What a verdict is valid for: the GPU, the versions, and the kernels' source."""
-    from ..kernels.fused.linear_choice import device_identity
+    from ..kernels.linear.fused.linear_choice import device_identity
 
     source = hashlib.sha256()
-    for file in sorted(files("graphspec.kernels.fused").iterdir(), key=lambda file: file.name):
-        if file.name.endswith(".py"):
-            source.update(file.read_bytes())
+    for file in sorted(Path(str(files("graphspec.kernels"))).rglob("fused/*.py")):
+        source.update(file.read_bytes())
     return {**device_identity(device), "cuda": str(torch.version.cuda), "kernels": source.hexdigest()[:20]}
 
 

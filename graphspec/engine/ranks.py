@@ -26,7 +26,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-from ..config import Config
+from ..config.schema import Config
 from ..errors import ConfigError, GraphspecError, ResourceError
 from ..graphs.cycle import Cycle
 from ..graphs.ranks import CLOSE, Channel, FollowingCycle, LeadingCycle
@@ -232,7 +232,7 @@ def start(config: Config, device: str) -> Ranks:
 
 def _spawn(rank: int, given: bytes) -> Child:
     reader, writer = os.pipe()
-    command = [sys.executable, "-m", "graphspec.engine.follower", str(writer)]
+    command = [sys.executable, "-m", "graphspec.api.follower", str(writer)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, pass_fds=(writer,))
     os.close(writer)
     child = Child(rank, process, os.fdopen(reader, "rb"))

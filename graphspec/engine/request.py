@@ -11,13 +11,13 @@ from itertools import islice
 from operator import or_
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from ..checks import INT32_MOST, brief, check_fields, cut, in_range, usable_temperature
-from ..config import SamplingConfig, check_sampling
+from ..config.checks import INT32_MOST, brief, check_fields, cut, in_range, usable_temperature
+from ..config.hints import hint_for_sampling
+from ..config.schema import SamplingConfig, check_sampling
 from ..errors import GraphspecError, RequestError
 from ..graphs.grammar import Grammar
-from ..hints import hint_for_sampling
 from ..shapes import GREEDY, NEUTRAL, SamplingClass, SamplingDefaults, drawing_class
-from .structured import Structured
+from ..text.structured import Structured
 
 Made = TypeVar("Made")
 
@@ -279,7 +279,7 @@ class RequestMetrics:
 
 
 class Stops(Protocol):
-    """Looks for a request's stop texts (:class:`graphspec.engine.stops.StopCheck`)."""
+    """Looks for a request's stop texts (:class:`graphspec.api.stops.StopCheck`)."""
 
     def cut(self, output: Sequence[int], tokens: list[int], status: int) -> tuple[list[int], int]: ...
 
@@ -287,7 +287,7 @@ class Stops(Protocol):
 
 
 class OutputGrammar(Grammar, Protocol):
-    """The grammar of a request, and its state after the output so far (:class:`graphspec.engine.grammar.RowGrammar`)."""
+    """The grammar of a request, and its state after the output so far (:class:`graphspec.api.grammar.RowGrammar`)."""
 
     def follow(self, output: Sequence[int]) -> bool: ...
 
@@ -355,11 +355,11 @@ class Request:
     sampling: SamplingClass = GREEDY
     """What it asks of the sampler; set by the scheduler."""
     page_keys: list[bytes] = field(default_factory=list)
-    """Keys of its first full pages (:mod:`graphspec.engine.prefix`), computed from its tokens."""
+    """Keys of its first full pages (:mod:`graphspec.engine.pages`), computed from its tokens."""
     published: int = 0
     """How many of its first pages are published, or were taken over from other requests: nothing writes into them."""
     publish_at: float = 0
-    """Length of the output from which one more page can be (:meth:`graphspec.engine.prefix.PrefixCache.publish_output`)."""
+    """Length of the output from which one more page can be (:meth:`graphspec.engine.pages.PrefixCache.publish_output`)."""
     pending_end: tuple[int, int] | None = None
     """``(output length, status)`` of the run that ends it, written before the run's tokens, in case an error strikes in between."""
 

@@ -10,24 +10,20 @@ from collections.abc import Set as AbstractSet
 from functools import reduce
 from operator import or_
 
-from ..buffers import Status
 from ..errors import ConfigError, ResourceError
-from ..graphs.programs import Key, PrefillKey, tokens_of
+from ..graphs.programs import ClassPrograms, Key, PrefillKey, PreparedPrograms, tokens_of
 from ..graphs.stages.mailbox import Message
-from ..plan import Plan
+from ..plan.buffers import Status
+from ..plan.plan import Plan
 from ..shapes import MOST_PADDING, GraphKey, SamplingClass, pick_bucket
 from .admission import Deadlines, Queue
-from .bans import Table
-from .chunks import choose_prefill, prompt_message
-from .class_programs import ClassPrograms, PreparedPrograms
 from .depth import DepthPolicy
 from .launcher import Launcher, Ticket
 from .meter import Meter
-from .pages import PageAllocator
-from .prefix import PrefixCache
+from .pages import PageAllocator, PrefixCache
+from .prefill import RowParameters, Table, choose_prefill, prompt_message
 from .proposer import Proposer, with_forced
 from .request import Request
-from .row_parameters import RowParameters
 
 FINISH_REASONS = {Status.STOPPED: "stop", Status.LENGTH: "length", Status.FAILED: "error"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from ..plan import Plan
+from ..plan.plan import Plan
 from .request import Request
 
 logger = logging.getLogger(__name__)

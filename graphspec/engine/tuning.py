@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from ..kernels.fused.linear_choice import LinearShape, LinearTable
+    from ..kernels.linear.fused.linear_choice import LinearShape, LinearTable
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ def read_table(path: Path, device: torch.device) -> LinearTable:
     Raises:
         ConfigError: the file is no such table, or was measured on another device or with other versions.
     """
-    from ..kernels.fused.linear_choice import LinearTable, device_identity
+    from ..kernels.linear.fused.linear_choice import LinearTable, device_identity
 
     return LinearTable.load(path, device_identity(device), "kernels.linear_table") if path.is_file() else LinearTable()
 
@@ -32,7 +32,7 @@ def read_table(path: Path, device: torch.device) -> LinearTable:
 def tune_program(table: LinearTable, path: Path, networks: Sequence[nn.Module], device: torch.device, run: Callable[[], None]) -> None:
     """Choose between our kernel and cuBLAS for every shape that a program uses and the table lacks, by measuring both.
 
-    See :mod:`graphspec.kernels.fused.linear_tune`.
+    See :mod:`graphspec.kernels.linear.fused.linear_tune`.
 
     Args:
         table: what the engine's linear layers look up; filled in place.
@@ -41,8 +41,8 @@ def tune_program(table: LinearTable, path: Path, networks: Sequence[nn.Module], 
         device: a CUDA device.
         run: an uncompiled call of the program.
     """
-    from ..kernels.fused.linear_choice import device_identity
-    from ..kernels.fused.linear_tune import recorded, tune
+    from ..kernels.linear.fused.linear_choice import device_identity
+    from ..kernels.linear.fused.linear_tune import recorded, tune
 
     with ExitStack() as stack:
         recordings: list[dict[LinearShape, None]] = [stack.enter_context(recorded(network)) for network in networks]

@@ -11,11 +11,11 @@ from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Literal
 
-from ..catalog import entry_point_rows
+from ..config.catalog import entry_point_rows
 from ..errors import ConfigError
-from ..layouts import BAMBA_LAYOUT, FUSED_LAYOUT, GRANITE_LAYOUT, NEMOTRON_LAYOUT, QWEN3_5_LAYOUT, QWEN3_NEXT_LAYOUT, SPLIT_LAYOUT, Layout
 from .keys import Keys
 from .latent import LatentFacts, read_latent
+from .layouts import BAMBA_LAYOUT, FUSED_LAYOUT, GRANITE_LAYOUT, NEMOTRON_LAYOUT, QWEN3_5_LAYOUT, QWEN3_NEXT_LAYOUT, SPLIT_LAYOUT, Layout
 from .mamba import (
     Mixer,
     bamba_keys,

@@ -8,7 +8,7 @@ import stat
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from ..checks import LONG, brief
+from ..config.checks import LONG, brief
 from ..errors import CheckpointError, spell_bytes
 
 _MIB = 2**20
@@ -17,7 +17,7 @@ MOST_CONFIG, MOST_INDEX, MOST_TOKENIZER = 16 * _MIB, 128 * _MIB, 512 * _MIB
 
 
 def plain(text: str) -> str:
-    """A name from a file for a message: as it is, or as :func:`~graphspec.checks.brief` where it is long or doesn't print."""
+    """A name from a file for a message: as it is, or as :func:`~graphspec.config.checks.brief` where it is long or doesn't print."""
     return text if text.isprintable() and len(text) <= LONG else brief(text, LONG)
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from ..checks import conform, usable_temperature
-from ..config import check_defaults
+from ..config.checks import conform, usable_temperature
+from ..config.schema import check_defaults
 from ..errors import CheckpointError
 from ..shapes import NEUTRAL, SamplingDefaults
 from .files import find_file

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from ..checks import LONG, brief
+from ..config.checks import LONG, brief
 from ..errors import CheckpointError
 from .files import MOST_CONFIG, read_json
 

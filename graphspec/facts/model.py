@@ -31,6 +31,7 @@ from .latent import LatentFacts, rope_dim
 from .mamba import Mixer
 from .moe import ExpertFacts
 from .multipliers import NO_MULTIPLIERS, Multipliers
+from .quantisation import parse_quantisation
 from .recurrent import RecurrentFacts
 from .rope import NO_ROPE, RopeFacts, read_position_embedding, read_rope, rotating_kinds
 from .sharding import UNSHARDED, Sharding, sharding_of
@@ -233,7 +234,7 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
         CheckpointError: a key that is missing, wrong or not supported.
     """
     if keys.values.get("quantization_config") not in (None, {}):
-        raise keys.error("quantization_config", "no quantization", "only float32, bfloat16 and float16 weights are supported")
+        parse_quantisation(keys.values["quantization_config"], f"{keys.where}: quantization_config")
     if keys.values.get("hidden_act", "silu") != "silu":
         raise keys.error("hidden_act", "'silu'")
     hidden_size = keys.integer("hidden_size", most=MOST_WIDTH)

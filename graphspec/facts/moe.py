@@ -9,7 +9,7 @@ from .keys import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, Keys
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFacts:
-    """Layers whose MLP is a mixture of experts; routing as in :func:`graphspec.kernels.moe_route.moe_route`."""
+    """Layers whose MLP is a mixture of experts; routing as in :func:`graphspec.kernels.linear.moe_route.moe_route`."""
 
     layers: tuple[bool, ...]
     """Per layer: whether its MLP is a mixture."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..checks import LONG, brief
+from ..config.checks import LONG, brief
 from ..errors import CheckpointError
 from .files import MOST_CONFIG, MOST_TOKENIZER, find_file, read_json
 from .keys import MOST_VOCAB, is_integer

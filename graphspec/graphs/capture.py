@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from ..buffers import Arena, Views
 from ..errors import CaptureError, GraphspecError, spell_bytes
+from ..plan.buffers import Arena, Views
 
 logger = logging.getLogger(__name__)
 WARM_UP_CALLS = 3

@@ -17,9 +17,9 @@ from torch._inductor import config
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from ..buffers import Views
 from ..errors import ResourceError
-from ..native_build import check_trusted
+from ..host.native_build import check_trusted
+from ..plan.buffers import Views
 from .compilations import Compilations
 from .stages.stage import Stage
 

@@ -15,10 +15,10 @@ from statistics import median
 import numpy as np
 import torch
 
-from ..buffers import RING_FIELDS, Arena, Views
 from ..errors import CaptureError, ResourceError
 from ..kernels.registry import KernelSet
-from ..plan import Plan
+from ..plan.buffers import RING_FIELDS, Arena, Views
+from ..plan.plan import Plan
 from ..shapes import GraphKey, SamplingClass
 from .capture import Capturer, CaptureRecord, ProgramCapturer, capturing, check_unmoved, no_synchronisation, ran_out_of_memory, signature
 from .compilations import Compilations
@@ -38,7 +38,7 @@ TIMED_RUNS = 5
 
 @dataclass(frozen=True, slots=True)
 class RingEntry:
-    """The result of one launch, per lane of its message: new tokens and :class:`graphspec.buffers.Status`.
+    """The result of one launch, per lane of its message: new tokens and :class:`graphspec.plan.buffers.Status`.
 
     ``logprobs`` holds, for each new token, its own log-probability and those of the most likely tokens by id. ``prompt_logprobs`` holds the
     same for a scored prompt: for each token of the chunk, those of the token after it.

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Grammar(Protocol):
-    """What one row's output has to follow, as far as the tokens known of it (:mod:`graphspec.engine.grammar`)."""
+    """What one row's output has to follow, as far as the tokens known of it (:mod:`graphspec.api.grammar`)."""
 
     def fill(self, token_N: Sequence[int], parent_N: Sequence[int], mask_NVw: Tensor) -> None:
         """Write for every node the tokens that may follow it.

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import ResourceError
 from ..kernels.host_step import HostStep, PreparedCall, RowSpan
-from ..plan import Plan
+from ..plan.plan import Plan
 from ..shapes import GraphKey
 from .programs import Key, PrefillKey
 from .stages.mailbox import Message

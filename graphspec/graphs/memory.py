@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..buffers import DTYPES, RECURRENT_SLOTS, declare_slots, plan_sizes
-from ..catalog import load_object
-from ..config import Config
+from ..config.catalog import load_object
+from ..config.paths import user_path
+from ..config.schema import Config
 from ..errors import ConfigError, spell_bytes
 from ..kernels import resolve
-from ..kernels.state_runs import BLOCK
+from ..kernels.recurrent.state_runs import BLOCK
 from ..models.stack import pack_network, uses_packed_weights
 from ..models.target import load_target
 from ..models.token_map import apply_token_map, load_token_map
-from ..paths import user_path
-from ..plan import Plan
+from ..plan.buffers import DTYPES, RECURRENT_SLOTS, declare_slots, plan_sizes
+from ..plan.plan import Plan
 from ..shapes import GREEDY
 from .scratch import kernel_scratch
 from .stages.mailbox import MailLayout

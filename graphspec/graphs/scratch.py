@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..plan import Plan
+from ..plan.plan import Plan
 
 if TYPE_CHECKING:
     from ..facts import ModelFacts
@@ -101,7 +101,7 @@ def _op_scratch(name: str, sizes: tuple[tuple[str, int], ...], given: tuple[tupl
 
 @functools.lru_cache(maxsize=4096)
 def _linear(rows: int, outputs: int, inputs: int, dtype: str, numerics: str, norm: bool, gated: bool, added: bool, wide: bool) -> int:
-    choice = importlib.import_module("graphspec.kernels.fused.linear_choice")
+    choice = importlib.import_module("graphspec.kernels.linear.fused.linear_choice")
     config = choice.LinearTable().choose(choice.LinearShape(rows, outputs, inputs, dtype, norm, gated, added, False, wide), numerics)
     if config is None:
         return 0
@@ -111,7 +111,7 @@ def _linear(rows: int, outputs: int, inputs: int, dtype: str, numerics: str, nor
 
     width = outputs // 2 if gated else outputs
     return scratch_of(
-        importlib.import_module("graphspec.kernels.fused.linear").linear, empty(1, rows, inputs), empty(outputs, inputs),
+        importlib.import_module("graphspec.kernels.linear.fused.linear").linear, empty(1, rows, inputs), empty(outputs, inputs),
         norm_weight=empty(inputs) if norm else None, residual=empty(1, rows, width) if added else None,
         gated=gated, float32=wide, config=config.encoded(),
     )  # fmt: skip

@@ -14,48 +14,48 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from . import (
-    chain_layout,
+from .attention import (
     chunk_attention,
-    commit_rows,
+    kv_move,
+    latent_attention,
+    latent_chunk_attention,
+    latent_kv_write,
+    page_feature_write,
+    rope_kv_write,
+    tree_attention,
+)
+from .linear import linear, moe_mlp, moe_route, packed_linear
+from .op import KernelOp
+from .recurrent import (
     conv_shift,
     delta_chunk,
     delta_scan,
     delta_solve,
     delta_walk,
-    draft_level,
-    draft_topk,
-    draft_window,
-    filter_logits,
-    kv_move,
-    latent_attention,
-    latent_chunk_attention,
-    latent_kv_write,
-    linear,
-    mail_apply,
-    marginal_pool,
-    moe_mlp,
-    moe_route,
-    ngram_match,
-    noise,
-    page_feature_write,
-    rope_kv_write,
-    sample_tokens,
-    shard_topk,
     ssm_chunk,
     ssm_dual,
     ssm_scan,
     ssm_walk,
     state_commit,
-    take_last,
-    tree_attention,
-    tree_build,
     tree_conv,
+)
+from .registry import KernelSet
+from .sampling import filter_logits, noise, sample_tokens
+from .tree import (
+    chain_layout,
+    commit_rows,
+    draft_level,
+    draft_topk,
+    draft_window,
+    mail_apply,
+    marginal_pool,
+    ngram_match,
+    shard_topk,
+    take_last,
+    tree_build,
     tree_walk,
     verify_rows,
 )
-from .op import KernelOp
-from .registry import KernelSet
 
 OPS: tuple[KernelOp, ...] = (
     rope_kv_write.OP,
@@ -70,6 +70,7 @@ OPS: tuple[KernelOp, ...] = (
     commit_rows.OP,
     noise.OP,
     linear.OP,
+    packed_linear.OP,
     ngram_match.OP,
     mail_apply.OP,
     draft_window.OP,
@@ -101,6 +102,8 @@ OPS: tuple[KernelOp, ...] = (
 
 ATTENTION_OPS = ("tree_attention", "chunk_attention", "latent_attention", "latent_chunk_attention")
 """Ops that ``kernels.attention`` chooses; the others follow ``kernels.mode``."""
+LINEAR_OPS = ("linear", "packed_linear")
+"""Ops that ``kernels.linear`` chooses."""
 MODES = ("reference", "compiled", "fused")
 CHOICES = ("auto", "reference", "native", "fused")
 ATTENTION_CHOICES = (*CHOICES, "flashinfer")
@@ -192,7 +195,7 @@ def select_kernels(
         dtype: of weights and KV.
         numerics: of fused linear layers: ``fast`` may choose by the number of rows, ``batch_invariant`` may not.
         programmatic_launch: fused kernels may start while the one before them drains.
-        linear_table: measured choices of fused linear layers (:class:`~graphspec.kernels.fused.linear_choice.LinearTable`); None: there
+        linear_table: measured choices of fused linear layers (``LinearTable``); None: there
             are none.
 
     Raises:
@@ -215,12 +218,13 @@ def select_kernels(
         check_fused(device)
 
     def implementation(op: KernelOp) -> Callable[..., Any]:
-        if op.name == "linear" and chosen["linear"] == "fused":
-            from .fused.linear import fused_linear
+        if op.name in LINEAR_OPS and chosen["linear"] == "fused":
+            from .linear.fused.linear import fused_linear
+            from .linear.fused.packed_linear import fused_packed_linear
 
-            return fused_linear(numerics, linear_table)
-        if op.name in ATTENTION_OPS or op.name == "linear":
-            name = chosen["linear" if op.name == "linear" else "attention"]
+            return (fused_linear if op.name == "linear" else fused_packed_linear)(numerics, linear_table)
+        if op.name in ATTENTION_OPS or op.name in LINEAR_OPS:
+            name = chosen["linear" if op.name in LINEAR_OPS else "attention"]
             # What FlashInfer doesn't serve runs fused.
             name = mode if name == "flashinfer" else name
         else:

@@ -1,4 +1,4 @@
-"""Groups of arguments of ops; fields have the names of their slots (:mod:`graphspec.buffers`).
+"""Groups of arguments of ops; fields have the names of their slots (:mod:`graphspec.plan.buffers`).
 
 A group is one parameter of an op, and as many arguments of its operator as it has fields; the op declares whether it writes it.
 """

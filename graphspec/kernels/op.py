@@ -176,8 +176,8 @@ class KernelOp:
         reference: its docstring is the contract: shapes, dtypes and meaning.
         cases: small example inputs, odd sizes included; drawn on the CPU.
         name: empty: the reference's.
-        native: module of this package that has a function of the op's name; None: the CPU has no native kernel.
-        fused: ``file:attribute`` of the operator; empty: ``OP`` in the file of the op's name.
+        native: module of :mod:`graphspec.kernels` that has a function of the op's name; None: the CPU has no native kernel.
+        fused: ``file:attribute`` of the operator in the folder ``fused`` next to the reference; empty: ``OP`` in the file of the op's name.
         exact: implementations agree bit for bit; otherwise it is a float op, which is compared with an fp64 oracle.
     """
 
@@ -194,9 +194,9 @@ class KernelOp:
     @cached_property
     def implementations(self) -> Mapping[str, str]:
         """``"module:attribute"`` by name, without the reference."""
-        package = __name__.rpartition(".")[0]
+        package, topic = __name__.rpartition(".")[0], self.reference.__module__.rpartition(".")[0]
         native = {} if self.native is None else {"native": f"{package}.{self.native}:{self.name}"}
-        return native | {"fused": f"{package}.fused.{self.fused or f'{self.name}:OP'}"}
+        return native | {"fused": f"{topic}.fused.{self.fused or f'{self.name}:OP'}"}
 
     @property
     def contract(self) -> str:

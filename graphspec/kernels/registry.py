@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from .host_step import BoundCall, HostStep, PreparedCall
-from .linear import Hidden
+from .linear.linear import Hidden
 
 Scope = Callable[[], AbstractContextManager[None]]
 
@@ -34,6 +34,7 @@ class KernelSet:
     commit_rows: Callable[..., None]
     gumbel_noise: Callable[..., Tensor]
     linear: Callable[..., Hidden]
+    packed_linear: Callable[..., Hidden]
     ngram_match: Callable[..., None]
     mail_apply: Callable[..., None]
     draft_window: Callable[..., tuple[Tensor, ...]]
@@ -69,7 +70,7 @@ class KernelSet:
     ) -> Callable[[Tensor, Tensor, int, float], Tensor] | None:
         """``tree_attention`` of T queries over their prefix, from slot 0 on, and exactly the T slots after it, by a specialised kernel.
 
-        More restricted than :func:`~graphspec.kernels.tree_attention.tree_attention`: no bit from T on is set, the table covers
+        More restricted than :func:`~graphspec.kernels.attention.tree_attention.tree_attention`: no bit from T on is set, the table covers
         ``prefix_end + T`` slots wherever a query is valid, and slots that no query sees have finite values.
 
         Args:

@@ -23,16 +23,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..buffers import DTYPES
-from ..catalog import Variant, load_object
+from ..config.catalog import Variant, load_object
+from ..config.paths import user_path
 from ..errors import ConfigError
 from ..models.checkpoint import Checkpoint
+from ..models.decoder import Decoder
 from ..models.experts import MixtureOfExperts
 from ..models.layers import Embedding, Linear
-from ..models.llama import LlamaModel
 from ..models.target import load_target, settle_head, target_checkpoint
 from ..models.token_map import apply_token_map, load_token_map
-from ..paths import user_path
+from ..plan.buffers import DTYPES
 
 if TYPE_CHECKING:
     from ..facts import DraftFacts, ModelFacts
@@ -205,16 +205,16 @@ def group_parameters(
     return Weights(numbers, sizes)
 
 
-def build_target(facts: ModelFacts, tap_layers: tuple[int, ...] = ()) -> LlamaModel:
+def build_target(facts: ModelFacts, tap_layers: tuple[int, ...] = ()) -> Decoder:
     """The target network without data; its facts need only a ``config.json``. Tensors that are there decide if its head is tied."""
     if facts.tie_word_embeddings and Checkpoint.is_there(facts.path):
         facts = settle_head(facts, target_checkpoint(facts))
     with torch.device("meta"):
-        return LlamaModel(facts, tap_layers, 1)
+        return Decoder(facts, tap_layers, 1)
 
 
 def build_draft(
-    facts: DraftFacts, target: LlamaModel, variant: Variant, token_map: str | None = None, from_config: bool | None = None
+    facts: DraftFacts, target: Decoder, variant: Variant, token_map: str | None = None, from_config: bool | None = None
 ) -> nn.Module:
     """The draft network without data, sharing with the target what it shares in the engine.
 

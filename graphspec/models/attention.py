@@ -88,7 +88,7 @@ class Attention(Protocol):
     ) -> Tensor:
         """A call in the absorbed form of multi-head latent attention: norm, rotate, write one row per token, attend; ``[B, T, Q, L]``.
 
-        ``latent_BTE`` is the compressed row as projected, E = L + R; see :mod:`graphspec.kernels.latent_kv_write`.
+        ``latent_BTE`` is the compressed row as projected, E = L + R; see :mod:`graphspec.kernels.attention.latent_kv_write`.
         """
         ...
 

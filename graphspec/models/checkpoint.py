@@ -1,4 +1,4 @@
-"""Reads checkpoint folders into modules by the tables of :mod:`graphspec.layouts`. Every tensor is checked before it is copied."""
+"""Reads checkpoint folders into modules by the tables of :mod:`graphspec.facts.layouts`. Every tensor is checked before it is copied."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..facts.files import find_file, plain, read_shards, require_file
+from ..facts.layouts import Layout
+from ..facts.quantisation import read_quantisation
 from ..facts.sharding import joined
-from ..layouts import Layout
-from ..models.layers import Embedding
-from .layers import Linear, ParameterShards
+from ..kernels.linear.packed import Packed, dequantise
+from ..weights.quantised import Codes, codes_of
+from .layers import Embedding, Linear, ParameterShards, set_weight
+from .packed_weight import PackedWeight, Segment
 from .tensor_files import TensorFile, open_tensors
 
 if TYPE_CHECKING:
@@ -29,7 +32,7 @@ _QUANTISED = re.compile(
     r"\.(weight_scale|weight_scale_inv|input_scale|weight_packed|weight_zero_point|qweight|qzeros|scales|g_idx|absmax)\b"
 )
 _QUANTISED_DTYPES = ("I8", "U8", "F8_E4M3", "F8_E5M2")
-_QUANTISED_HINT = "this looks like a quantised checkpoint; only float32, bfloat16 and float16 weights are supported"
+_QUANTISED_HINT = "this looks like a quantised checkpoint, but its config.json has no quantization_config"
 FLOATS = ("F64", "F32", "BF16", "F16")
 INTEGERS = ("I64", "I32")
 _NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}
@@ -62,6 +65,12 @@ class Checkpoint:
                     f"{file}: {plain(stored)}", f"{plain(name)} under one name", f"{plain(self._tensors[name][1])} as well"
                 )
             self._tensors[name] = (file, stored)
+        self._codes: dict[str, Codes] = {}
+        self._parts: set[str] = set()
+        """Tensors that belong to weights of low precision."""
+        quantisation = read_quantisation(path)
+        if quantisation is not None:
+            self._codes, self._parts = codes_of(self, self._tensors, quantisation)
 
     @staticmethod
     def is_there(path: Path) -> bool:
@@ -94,11 +103,11 @@ class Checkpoint:
         return self._files[file]
 
     def names(self) -> list[str]:
-        """Tensor names, prefixes already renamed."""
-        return list(self._tensors)
+        """Tensor names, prefixes already renamed. A weight of low precision has one name, that of its numbers."""
+        return [*self._codes, *(name for name in self._tensors if name not in self._parts)]
 
     def __contains__(self, name: str) -> bool:
-        return name in self._tensors
+        return name in self._codes or (name in self._tensors and name not in self._parts)
 
     def key(self, name: str) -> str:
         """File and stored name, for messages."""
@@ -110,22 +119,44 @@ class Checkpoint:
         assert rows <= self.shape(name)[0], "rows that it has"
         self._rows[name] = rows
 
-    def _describe(self, name: str) -> tuple[tuple[int, ...], str]:
+    def describe(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype of a tensor in the files. Reads no data."""
         file, stored = self._tensors[name]
-        shape, dtype = self._open(file).describe(stored)
+        return self._open(file).describe(stored)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor in the files, all of it."""
+        file, stored = self._tensors[name]
+        return self._open(file).tensor(stored)
+
+    def _describe(self, name: str) -> tuple[tuple[int, ...], str]:
+        shape, dtype = (self._codes[name].shape, self._codes[name].format) if name in self._codes else self.describe(name)
         return ((self._rows[name], *shape[1:]) if name in self._rows else shape), dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of an existing tensor. Reads no data."""
         return self._describe(name)[0]
 
+    def is_packed(self, name: str) -> bool:
+        """Whether an existing tensor has low precision."""
+        return name in self._codes
+
+    def codes(self, name: str, *, outline: bool = False) -> Packed:
+        """A weight of low precision; ``outline``: with ``meta`` tensors, and nothing is read."""
+        packed = self._codes[name].outline() if outline else self._codes[name].make()
+        if name not in self._rows:
+            return packed
+        return packed.with_tensors({field: part[: self._rows[name]] for field, part in packed.tensors.items() if field != "group_of"})
+
     def narrow(self, names: Iterable[str]) -> torch.dtype | None:
         """The 16-bit dtype in which all of these tensors are stored; None: they have another dtype, or several. Reads no data."""
-        found = {self._open(file).describe(stored)[1] for file, stored in (self._tensors[name] for name in names)}
+        found = {self._describe(name)[1] for name in names}
         return _NARROW.get(found.pop()) if len(found) == 1 else None
 
     def raw(self, name: str) -> Tensor:
-        """An existing tensor, as it is stored."""
+        """An existing tensor, as it is stored; of low precision, the float32 numbers that it stands for."""
+        if name in self._codes:
+            return dequantise(self.codes(name), torch.float32)
         file, stored = self._tensors[name]
         if name in self._rows:
             return self._open(file).part(stored, 0, 0, self._rows[name])
@@ -137,10 +168,10 @@ class Checkpoint:
         Raises:
             CheckpointError: it isn't there, or has another shape or dtype.
         """
-        if name not in self._tensors:
+        if name not in self:
             raise CheckpointError(f"{self.path}: {name}", f"a tensor of shape {list(shape)}", "no such tensor")
         found, dtype = self._describe(name)
-        if dtype not in dtypes:
+        if dtype not in dtypes and not (name in self._codes and dtypes == FLOATS):
             hint = _QUANTISED_HINT if dtype in _QUANTISED_DTYPES and dtypes == FLOATS else ""
             raise CheckpointError(self.key(name), "dtype " + " or ".join(dtypes), dtype, hint)
         if found != shape:
@@ -152,7 +183,9 @@ class Checkpoint:
         return self.raw(name)
 
     def part(self, name: str, dim: int, begin: int, length: int) -> Tensor:
-        """The entries of an existing tensor from ``begin`` to ``begin + length`` of one dimension, as stored. Reads only those."""
+        """The entries of an existing tensor from ``begin`` to ``begin + length`` of one dimension, as :meth:`raw` has them."""
+        if name in self._codes:
+            return self.raw(name).narrow(dim, begin, length)
         file, stored = self._tensors[name]
         return self._open(file).part(stored, dim, begin, length)
 
@@ -212,6 +245,32 @@ def _fill_sharded(matrix: Tensor, sources: tuple[str, ...], cut: ParameterShards
         own.narrow(dim, filled, shard.size - filled).zero_()
 
 
+def _fill_packed(
+    owner: Linear | Embedding, sources: tuple[str, ...], checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Give a layer its weight from tensors of which some have low precision. They lie below each other in the layer."""
+    assert isinstance(owner.weight, nn.Parameter), "a layer that is not filled yet"
+    outputs, channels = owner.weight.shape
+    if owner.shards:
+        hint = "runtime.tensor_parallel=1, or a checkpoint in bfloat16"
+        raise CheckpointError(checkpoint.key(sources[0]), "full precision where weights are spread over ranks", "low precision", hint)
+    rows = owner.stored_parts if isinstance(owner, Linear) and len(sources) > 1 else (outputs // len(sources),) * len(sources)
+    segments: list[Segment] = []
+    for source, count in zip(sources, rows, strict=True):
+        checkpoint.check(source, (count, channels))
+        if checkpoint.is_packed(source):
+            segments.append(checkpoint.codes(source, outline=device.type == "meta"))
+        else:
+            on_meta = torch.empty(count, channels, dtype=dtype, device="meta") if device.type == "meta" else None
+            segments.append(checkpoint.raw(source).to(dtype) if on_meta is None else on_meta)
+    weight = PackedWeight(segments, dtype).to(device)
+    if isinstance(owner, Linear):
+        order = owner.arrange(torch.arange(outputs)[:, None])[:, 0]
+        if not torch.equal(order, torch.arange(outputs)):
+            weight = weight.take(order)
+    set_weight(owner, weight)
+
+
 def fill(
     module: nn.Module,
     checkpoint: Checkpoint,
@@ -240,6 +299,16 @@ def fill(
     for name, blocks in wanted.items():
         owner_name, _, leaf = name.rpartition(".")
         owner = module.get_submodule(owner_name)
+        if any(checkpoint.is_packed(source) for block in blocks for source in block):
+            if isinstance(owner, Linear | Embedding):
+                _fill_packed(owner, blocks[0], checkpoint, dtype, device)
+                done += len(blocks[0])
+                if progress is not None:
+                    progress(done, len(used))
+                continue
+            if len(blocks) > 1:
+                hint = "mixtures of experts load in float32, bfloat16 and float16"
+                raise CheckpointError(checkpoint.key(blocks[0][0]), "experts that are not quantised", "low precision", hint)
         wide = leaf in getattr(owner, "float32_names", ())
         value = torch.empty(owner.get_parameter(leaf).shape, dtype=torch.float32 if wide else dtype, device=device)
         # One matrix per expert; the heads of a projection lie below each other in the checkpoint, unless it has them as we do.

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..kernels.linear import Hidden, finish, hidden_of
-from ..kernels.moe_mlp import moe_mlp
-from ..kernels.moe_route import moe_route
+from ..kernels.linear.linear import Hidden, finish, hidden_of
+from ..kernels.linear.moe_mlp import moe_mlp
+from ..kernels.linear.moe_route import moe_route
 from .layers import KernelModule, Linear, ParameterShards, RMSNorm, ShardedModule, make_parameter
 from .mlp import dense_mlp
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.formulas import Rotation, rms_norm
-from ..kernels.linear import Hidden
+from ..kernels.linear.linear import Hidden
 from .layers import Linear, RMSNorm, row_parallel_linear
 from .recurrence import GATED_DELTA_RULE
 from .recurrent_net import RecurrentNet

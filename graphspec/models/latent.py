@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..kernels.linear import Hidden
+from ..kernels.linear.linear import Hidden
 from .attention import LatentTransform
 from .layers import Linear, ParameterShards, RMSNorm, TokenMixer, make_parameter, row_parallel_linear
 

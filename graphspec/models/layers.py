@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from ..facts.sharding import Shard, Sharding
 from ..kernels.formulas import Rotation, rms_norm
-from ..kernels.linear import Hidden, finish, hidden_of, linear
+from ..kernels.linear.linear import Hidden, finish, hidden_of, linear
+from ..kernels.linear.packed import Packed
+from ..kernels.linear.packed_linear import packed_linear
 from .attention import HeadTransform
+from .packed_weight import PackedWeight, Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,12 +68,13 @@ class Linear(KernelModule):
     def __init__(self, in_features: int, *parts: int, bias: bool = False) -> None:
         super().__init__()
         self.parts = parts
-        self.weight: nn.Parameter | None = make_parameter(sum(parts), in_features)
+        self.weight: nn.Parameter | PackedWeight | None = make_parameter(sum(parts), in_features)
         self.bias = make_parameter(sum(parts)) if bias else None
         self.packed: Tensor | None = None
         self.stored: torch.dtype | None = None
         """The 16-bit dtype in which a checkpoint has all of the weight; None: it has another."""
         self.multiply: Callable[..., Hidden] = linear
+        self.multiply_codes: Callable[..., Hidden] = packed_linear
         self.shards: dict[str, ParameterShards] = {}
 
     def shard_rows(self, *shards: Shard) -> None:
@@ -87,11 +91,11 @@ class Linear(KernelModule):
         return weight
 
     def use_kernels(self, kernels: KernelSet) -> None:
-        self.multiply = kernels.linear
+        self.multiply, self.multiply_codes = kernels.linear, kernels.packed_linear
 
     def pack(self) -> None:
         """Replace the weight by its packed form, for the native kernel. float32 on the CPU only."""
-        if self.weight is None:
+        if self.weight is None or isinstance(self.weight, PackedWeight):
             return
         from ..kernels import native
 
@@ -106,14 +110,36 @@ class Linear(KernelModule):
         gated: bool = False,
         float32: bool = False,
     ) -> Hidden:
-        """``[..., in]`` to ``[..., out]``, a stream where ``residual`` is one; see :func:`graphspec.kernels.linear.linear`."""
+        """``[..., in]`` to ``[..., out]``, a stream where ``residual`` is one; see :func:`graphspec.kernels.linear.linear.linear`."""
         if norm is not None and norm.float32:
             x, norm = norm(x), None
         if self.packed is not None:
-            normed = (None, 0.0) if norm is None else (norm.scale(), norm.eps)
-            return finish(self._multiply_packed(hidden_of(x), self.packed, sum(self.parts), self.bias, *normed), residual, gated, float32)
-        weight, eps, offset = (None, 0.0, False) if norm is None else (norm.weight, norm.eps, norm.offset)
-        return self.multiply(x, self.weight, self.bias, weight, eps, offset, residual, gated, float32)
+            scale, eps = (None, 0.0) if norm is None else (norm.scale(), norm.eps)
+            product = self._multiply_packed(hidden_of(x), self.packed, sum(self.parts), self.bias, scale, eps)
+            return finish(product, residual, gated, float32)
+        normed: tuple[Tensor | None, float, bool] = (None, 0.0, False) if norm is None else (norm.weight, norm.eps, norm.offset)
+        if isinstance(self.weight, PackedWeight):
+            return self._multiply_segments(x, self.weight.segments, normed, residual, gated, float32)
+        return self.multiply(x, self.weight, self.bias, *normed, residual, gated, float32)
+
+    def _multiply_segments(
+        self,
+        x: Hidden,
+        segments: tuple[Segment, ...],
+        normed: tuple[Tensor | None, float, bool],
+        residual: Hidden | None,
+        gated: bool,
+        float32: bool,
+    ) -> Hidden:
+        if len(segments) == 1 and isinstance(segments[0], Packed):
+            return self.multiply_codes(x, segments[0], self.bias, *normed, residual, gated, float32)
+        parts, begin = [], 0
+        for segment in segments:
+            product = self.multiply_codes if isinstance(segment, Packed) else self.multiply
+            bias = None if self.bias is None else self.bias[begin : begin + segment.shape[0]]
+            parts.append(hidden_of(product(x, segment, bias, *normed, None, False, float32 and not gated and residual is None)))
+            begin += segment.shape[0]
+        return finish(torch.cat(parts, -1), residual, gated, float32)
 
 
 class RowParallelLinear(Linear, ShardedModule):
@@ -145,6 +171,7 @@ class RowParallelLinear(Linear, ShardedModule):
         if self.packed is not None:
             partial = self._multiply_packed(hidden_of(x), self.packed, sum(self.parts), None, None, 0.0)
         else:
+            assert not isinstance(self.weight, PackedWeight), "ranks and packed weights, which are refused at load"
             partial = hidden_of(self.multiply(x, self.weight))
         out = self.comm.all_reduce(partial)
         return finish(out if self.bias is None else out + self.bias, residual, gated, float32)
@@ -182,7 +209,7 @@ class Embedding(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
         self.vocab_size = vocab_size
-        self.weight = make_parameter(vocab_size, hidden_size)
+        self.weight: nn.Parameter | PackedWeight = make_parameter(vocab_size, hidden_size)
         self.stored: torch.dtype | None = None
         """As of :class:`Linear`."""
         self.shards: dict[str, ParameterShards] = {}
@@ -191,11 +218,24 @@ class Embedding(nn.Module):
 
     def forward(self, token_BT: Tensor, valid_BT: Tensor) -> Tensor:
         """``[B, T, H]`` in the dtype of the weights, from int64 tokens and a bool mask."""
-        if self.lookup is not None:
+        if self.lookup is not None and not isinstance(self.weight, PackedWeight):
             return self.lookup(token_BT, valid_BT, self.weight)
         known_BT = valid_BT & (token_BT >= 0) & (token_BT < self.vocab_size)
-        hidden_BTH = F.embedding(torch.where(known_BT, token_BT, 0), self.weight)
+        token_BT = torch.where(known_BT, token_BT, 0)
+        hidden_BTH = self.weight.lookup(token_BT) if isinstance(self.weight, PackedWeight) else F.embedding(token_BT, self.weight)
         return torch.where(known_BT[..., None], hidden_BTH, 0.0)
+
+
+def set_weight(module: Linear | Embedding, weight: nn.Parameter | PackedWeight, stored: torch.dtype | None = None) -> None:
+    """Give a layer its weight.
+
+    Args:
+        module: whose weight is replaced.
+        weight: numbers or codes; layers may share one.
+        stored: the 16-bit dtype in which a checkpoint has the numbers; None: it has another.
+    """
+    del module.weight
+    module.weight, module.stored = weight, stored
 
 
 class RMSNorm(nn.Module):

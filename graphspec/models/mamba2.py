@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.formulas import Rotation, rms_norm
-from ..kernels.linear import Hidden
+from ..kernels.linear.linear import Hidden
 from .layers import Linear, ParameterShards, RMSNorm, ShardedModule, make_parameter, row_parallel_linear
 from .recurrence import selective_rule
 from .recurrent_net import RecurrentNet

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..facts.sharding import UNSHARDED
-from ..kernels.linear import Hidden, hidden_of
+from ..kernels.linear.linear import Hidden, hidden_of
 from .layers import Linear, ParameterShards, RMSNorm, row_parallel_linear
 
 if TYPE_CHECKING:

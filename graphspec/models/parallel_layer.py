@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.linear import Hidden, hidden_of
+from ..kernels.linear.linear import Hidden, hidden_of
 from .layers import RMSNorm, SelfAttention, add
 from .mamba2 import Mamba2
 from .mlp import MLP
@@ -53,7 +53,7 @@ class ParallelLayer(nn.Module):
         self.mlp_scale = facts.multipliers.mlp[1]
 
     def forward(self, residual_BTH: Hidden, rotation: Rotation, attention: Attention) -> Hidden:
-        """As of :class:`~graphspec.models.llama.DecoderLayer`."""
+        """As of :class:`~graphspec.models.decoder.DecoderLayer`."""
         nets = zip(self.scales, (self.mamba, self.self_attn), strict=True)
         recurrent_BTH, attended_BTH = (scale * net(residual_BTH, rotation, attention, self.input_layernorm) for scale, net in nets)
         residual_BTH = add(residual_BTH, recurrent_BTH + attended_BTH)

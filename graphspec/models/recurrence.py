@@ -33,7 +33,7 @@ class NodeRecords(NamedTuple):
 
 
 class Convolution(NamedTuple):
-    """Weights of :func:`~graphspec.kernels.tree_conv.tree_conv`; those of all layers have a dimension U in front."""
+    """Weights of :func:`~graphspec.kernels.recurrent.tree_conv.tree_conv`; those of all layers have a dimension U in front."""
 
     weight_EO: Tensor
     bias_E: Tensor | None = None
@@ -56,11 +56,11 @@ class Rule(NamedTuple):
 
 
 GATED_DELTA_RULE = Rule("delta_solve", "delta_walk", "delta_chunk", "delta_scan")
-""":mod:`graphspec.kernels.delta_rule`."""
+""":mod:`graphspec.kernels.recurrent.delta_rule`."""
 
 
 def selective_rule(skip_H: Tensor) -> Rule:
-    """:mod:`graphspec.kernels.ssm_rule`."""
+    """:mod:`graphspec.kernels.recurrent.ssm_rule`."""
     return Rule("ssm_dual", "ssm_walk", "ssm_chunk", "ssm_scan", (skip_H,))
 
 
@@ -154,7 +154,7 @@ def commit_path(
         lane_row_B: int64.
         path_BA: int64 nodes.
         length_B: nodes of the path; 0: the row keeps its states, bit for bit.
-        selective: the layers are Mamba-2's, see :func:`~graphspec.kernels.state_commit.state_commit`.
+        selective: the layers are Mamba-2's, see :func:`~graphspec.kernels.recurrent.state_commit.state_commit`.
     """
     matrix, column = states
     kernels.state_commit(*records, *convolution, column, matrix, lane_row_B, path_BA, length_B, selective)

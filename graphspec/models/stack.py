@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..kernels import resolve
 from .layers import Embedding, Linear, RMSNorm, SelfAttention
 from .mlp import MLP
+from .packed_weight import PackedWeight
 from .recurrent_net import RecurrentNet
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from ..kernels.formulas import Rotation
     from ..kernels.native import stack
-    from ..plan import Plan
+    from ..plan.plan import Plan
     from .attention import Attention, PagedAttention
 
 
@@ -43,6 +44,9 @@ def packing_obstacle(layers: Sequence[PlainLayer]) -> str | None:
         return "mixtures of experts"
     if any(getattr(layer, "post_feedforward_layernorm", None) is not None for layer in layers):
         return "norms after attention and MLP"
+    products = [getattr(module, "weight", None) for layer in layers for module in cast("nn.Module", layer).modules()]
+    if any(isinstance(weight, PackedWeight) for weight in products):
+        return "weights of low precision"
     if any(getattr(layer, "residual_scale", 1) != 1 for layer in layers):
         return "a multiplier of what blocks add"
     if any(cast("SelfAttention", layer.self_attn).norms_apart for layer in layers):
@@ -57,7 +61,7 @@ def _scale(norm: RMSNorm | None) -> Tensor | None:
 def _product(linear: Linear) -> stack.Product:
     from ..kernels.native.stack import Product
 
-    assert linear.weight is not None, "layers that are not packed yet"
+    assert linear.weight is not None and not isinstance(linear.weight, PackedWeight), "layers that are not packed yet"
     return Product(linear.weight, linear.bias, linear.stored)
 
 

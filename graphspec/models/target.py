@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import CheckpointError
-from ..layouts import PREDICTION_HEADS, TensorRule
+from ..facts.layouts import PREDICTION_HEADS, TensorRule
 from .checkpoint import Checkpoint, Progress, fill, tensor_sources
-from .llama import LlamaModel
+from .decoder import Decoder
+from .layers import set_weight
 
 if TYPE_CHECKING:
     from ..facts import ModelFacts
@@ -66,7 +67,7 @@ def load_target(
     dtype: torch.dtype,
     device: torch.device | str,
     progress: Progress | None = None,
-) -> LlamaModel:
+) -> Decoder:
     """The target of a checkpoint, in ``dtype`` on ``device``. Multi-token-prediction heads in the same files are left unread.
 
     Args:
@@ -95,13 +96,13 @@ def load_target(
     if tied and embedding not in checkpoint:  # one matrix, stored under the other name
         layout = replace(layout, rules=(TensorRule("embed_tokens.weight", (head,)), *layout.rules))
     with torch.device("meta"):
-        model = LlamaModel(settled, tap_layers, max_positions)
+        model = Decoder(settled, tap_layers, max_positions)
     own = [name for name, _ in model.named_parameters()]  # a tied head is no parameter of its own
     ignored = {head} if tied else set()  # a copy of the embedding, as was seen
     ignored |= _prediction_heads(checkpoint, facts.num_layers)
     fill(model, checkpoint, layout, own, ignored, dtype, torch.device(device), progress)
     if tied:
-        model.lm_head.weight, model.lm_head.stored = model.embed_tokens.weight, model.embed_tokens.stored
+        set_weight(model.lm_head, model.embed_tokens.weight, model.embed_tokens.stored)
     if facts.recurrent is not None:
         model.stacked_convolution()
     return model.to(device).eval()

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ..checks import LONG, brief
+from ..config.checks import LONG, brief
 from ..errors import CheckpointError, spell_bytes
 from ..facts.files import open_file, plain, require_file
 

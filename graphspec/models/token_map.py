@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..checks import LONG, brief
+from ..config.checks import LONG, brief
 from ..errors import CheckpointError, ConfigError
 from ..facts.files import plain, require_file
 from ..facts.keys import is_integer
-from .layers import Linear
+from .layers import Linear, set_weight
+from .packed_weight import PackedWeight
 from .tensor_files import load_pickle, open_tensors
 
 if TYPE_CHECKING:
@@ -106,8 +107,10 @@ def apply_token_map(draft: nn.Module, token_Vd: Tensor) -> None:
         rows = token_Vd.to(head.weight.device)
         with torch.device("meta"):
             trimmed = Linear(head.weight.shape[1], token_Vd.numel(), bias=head.bias is not None)
-        trimmed.weight = nn.Parameter(head.weight[rows], requires_grad=False)
-        trimmed.stored = head.stored
+        if isinstance(head.weight, PackedWeight):
+            set_weight(trimmed, head.weight.take(rows))
+        else:
+            set_weight(trimmed, nn.Parameter(head.weight[rows], requires_grad=False), head.stored)
         if head.bias is not None:
             trimmed.bias = nn.Parameter(head.bias[rows], requires_grad=False)
         owner.lm_head = trimmed.eval()

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..server_options import ServerConfig
+from ..config.server_options import ServerConfig
 from .errors import ApiError, misdirected
 from .generation import Generation
 

@@ -11,9 +11,9 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any
 
-from ..engine.outputs import StreamEvent
+from ..api.outputs import StreamEvent
 from ..engine.request import TokenLogprob
-from ..engine.text import Tokenizer
+from ..text.tokenizer import Tokenizer
 from .generation import Generation, reasons
 from .protocol import Body, ChatBody, CompletionBody
 from .tokens import CompletionLogprobs, chat_logprobs, prompt_logprobs

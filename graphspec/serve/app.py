@@ -20,14 +20,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from .. import __version__
-from ..checks import conform
-from ..engine.async_llm import AsyncLLM, length_of
-from ..engine.prompts import Prompt
+from ..api.async_llm import AsyncLLM, length_of
+from ..api.prompts import Prompt
+from ..config.checks import conform
+from ..config.server_options import ServerConfig
 from ..engine.request import SamplingParams
-from ..engine.text import check_text
-from ..engine.text_bounds import check_fits, fewest_tokens
 from ..errors import GraphspecError, RequestError
-from ..server_options import ServerConfig
+from ..text.bounds import check_fits, fewest_tokens
+from ..text.tokenizer import check_text
 from .access import Access, Hosts, Lengths, Record, record_of
 from .answers import DONE, ChatWriter, CompletionWriter, Writer, spell, sse
 from .bodies import LARGE_BODY, MOST_VALUES, parse_json, read_body

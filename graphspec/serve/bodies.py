@@ -10,8 +10,8 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
-from ..checks import brief
-from ..paths import refuse_constant
+from ..config.checks import brief
+from ..config.paths import refuse_constant
 from .errors import ApiError
 from .limits import ClientGone
 

@@ -7,12 +7,12 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from ..engine.async_llm import AsyncLLM, AsyncStream
-from ..engine.outputs import StreamEvent, summarise
-from ..engine.prompts import Prompt
+from ..api.async_llm import AsyncLLM, AsyncStream
+from ..api.outputs import StreamEvent, summarise
+from ..api.prompts import Prompt
 from ..engine.request import Request, SamplingParams
 from ..errors import GraphspecError
-from ..plan import Plan
+from ..plan.plan import Plan
 from .errors import ApiError, from_engine, internal, stopping
 from .metrics import Metrics, draft_tokens
 
@@ -44,7 +44,7 @@ class Generation:
             metrics: of the server.
             prompts: of the request.
             params: for all of them.
-            options: of :meth:`~graphspec.engine.async_llm.AsyncLLM.submit`.
+            options: of :meth:`~graphspec.api.async_llm.AsyncLLM.submit`.
 
         Raises:
             ApiError: one of them can't be served.
@@ -109,7 +109,7 @@ class Generation:
 
     @property
     def acceptance_length(self) -> float:
-        """New tokens per cycle, as :class:`graphspec.engine.outputs.Metrics` counts them."""
+        """New tokens per cycle, as :class:`graphspec.api.outputs.Metrics` counts them."""
         return summarise(self.requests, self._plan).acceptance_length
 
     def speculation(self) -> dict[str, Any] | None:

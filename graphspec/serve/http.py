@@ -15,8 +15,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ..config.server_options import ServerConfig
 from ..errors import ConfigError
-from ..server_options import ServerConfig
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

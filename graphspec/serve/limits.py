@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..checks import LONGEST_FIELD
+from ..config.checks import LONGEST_FIELD
+from ..config.paths import reason
 from ..errors import ConfigError
-from ..paths import reason
-from ..plan import Plan
+from ..plan.plan import Plan
 from .errors import ApiError, bad_field, busy
 
 Result = TypeVar("Result")

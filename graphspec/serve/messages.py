@@ -1,11 +1,11 @@
-"""Converts the messages of clients to the engine's :class:`~graphspec.engine.text.Conversation`."""
+"""Converts the messages of clients to the engine's :class:`~graphspec.text.tokenizer.Conversation`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from ..engine.text import MESSAGE_KEYS, Conversation
+from ..text.tokenizer import MESSAGE_KEYS, Conversation
 from .errors import bad_field
 from .protocol import ChatBody
 from .tools import Tools

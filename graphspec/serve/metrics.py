@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from ..engine.meter import Load
 from ..engine.request import Request
 from ..graphs.capture import CaptureRecord
-from ..plan import Plan
+from ..plan.plan import Plan
 
 STAGES = ("reading", "encoding", "compiling")
 """What is done to a request before the engine has it: its body is read, its texts are encoded, its grammar is compiled."""

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from ..checks import brief, check_fields
-from ..engine.prompts import Prompt, TextPrompt
+from ..api.prompts import Prompt, TextPrompt
+from ..config.checks import brief, check_fields
+from ..config.hints import hint_for_sampling
 from ..engine.request import SamplingParams
-from ..engine.structured import Structured
 from ..errors import RequestError
-from ..hints import hint_for_sampling
 from ..shapes import SamplingDefaults
+from ..text.structured import Structured
 from .errors import ApiError
 
 Kind = TypeVar("Kind")

@@ -11,16 +11,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..command_options import LaunchConfig
-from ..engine.async_llm import AsyncLLM
-from ..engine.llm import LLM
+from ..api.async_llm import AsyncLLM
+from ..api.llm import LLM
+from ..config.command_options import LaunchConfig
+from ..config.hints import install_hint
+from ..config.paths import user_path
 from ..errors import ConfigError
-from ..hints import install_hint
-from ..paths import user_path
-from ..progress import progress_bars
+from ..host.progress import progress_bars
 
 if TYPE_CHECKING:
-    from ..progress import Progress
+    from ..host.progress import Progress
     from .app import Api
     from .limits import Keys
 
@@ -104,10 +104,10 @@ def load_api(config: LaunchConfig, keys: Keys, progress: Progress | None = None)
     Args:
         config: of engine and server.
         keys: API keys that are accepted.
-        progress: as for :class:`~graphspec.engine.llm.LLM`.
+        progress: as for :class:`~graphspec.api.llm.LLM`.
 
     Raises:
-        GraphspecError: as :class:`~graphspec.engine.llm.LLM`.
+        GraphspecError: as :class:`~graphspec.api.llm.LLM`.
     """
     from .app import Api
 

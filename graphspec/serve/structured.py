@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..engine.structured import Structured
 from ..errors import RequestError
+from ..text.structured import Structured
 from .errors import bad_field
 from .protocol import Body
 from .tools import Tools

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..engine.request import SamplingParams, TokenLogprob
-from ..engine.text import Detokenizer, Tokenizer
+from ..text.tokenizer import Detokenizer, Tokenizer
 
 LEAST_LOGPROB = -9999.0
 """Log-probability of an impossible token in JSON, which has no infinity."""

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..checks import brief
-from ..engine.schemas import check_schema, object_schema
-from ..engine.stops import overlap
+from ..api.stops import overlap
+from ..config.checks import brief
+from ..text.schemas import check_schema, object_schema
 from .errors import bad_field
 from .json_objects import SPACE, NotAnObjectError, ObjectScanner
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from ..command_options import LaunchConfig
-from ..config import Config, RuntimeConfig, VariantConfig
+from ..api.llm import LLM
+from ..api.outputs import Output
+from ..config.command_options import LaunchConfig
+from ..config.schema import Config, RuntimeConfig, VariantConfig
+from ..config.train_options import AcceptanceConfig
 from ..engine.device import resolve_device
-from ..engine.llm import LLM
-from ..engine.outputs import Output
 from ..engine.request import SamplingParams
 from ..errors import ConfigError, ResourceError
-from ..native_build import compiler_on_path
-from ..train_options import AcceptanceConfig
+from ..host.native_build import compiler_on_path
 from .generate import cut_prompts, repetition
 from .loop import Watch
 

@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from ..config.paths import reason, unwritable
 from ..errors import CheckpointError, ConfigError, spell_bytes
-from ..paths import reason, unwritable
 
 KEY = "train.work"
 

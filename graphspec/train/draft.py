@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..checks import brief
+from ..config.checks import brief
+from ..config.train_options import TrainConfig
 from ..errors import ConfigError
-from ..train_options import TrainConfig
 from . import loop
 from .drafter import Drafter, NetworkConfig, Target, network_of, trained_variants
 from .loop import Watch, unwatched

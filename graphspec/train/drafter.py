@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from ..catalog import all_variants, load_object, resolve_variant
-from ..checks import check_fields
+from ..config.catalog import all_variants, load_object, resolve_variant
+from ..config.checks import check_fields
+from ..config.paths import reason
 from ..errors import CheckpointError, ConfigError
 from ..facts.families import all_families
-from ..paths import reason
 from .blocks import Attend, attend_rows, start_small
 from .hybrid import is_hybrid
 

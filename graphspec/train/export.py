@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from ..paths import make_folder, unwritable
+from ..config.paths import make_folder, unwritable
 from .checkpoint import write_json
 from .drafter import Drafter
 from .facts import decoder_facts

@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
+from ..config.train_options import TextConfig, TrainConfig
 from ..errors import ConfigError
-from ..train_options import TextConfig, TrainConfig
 from .checkpoint import write_array, write_json
 from .hybrid import RECURRENT, recurrent_cache_layer
 from .loop import Watch, unwatched

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 if TYPE_CHECKING:
     from transformers.cache_utils import LinearAttentionLayer
 
-    from ..train_options import TargetConfig
+    from ..config.train_options import TargetConfig
 
 RECURRENT = "linear_attention"
 """Name of a gated delta net in ``layer_types``."""

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..checks import brief
+from ..config.checks import brief
+from ..config.train_options import TrainConfig
 from ..errors import CheckpointError, ConfigError, ResourceError
-from ..train_options import TrainConfig
 from . import checkpoint
 from .optim import Optimizers, phase_at
 

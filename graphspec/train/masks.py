@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..checks import in_range
+from ..config.checks import in_range
 from ..errors import ConfigError
 from .drafter import NetworkConfig
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
-from ..train_options import TrainConfig
+from ..config.train_options import TrainConfig
 
 LOWEST = 0.02
 """Share of the peak learning rate at the end of a decay."""

@@ -17,13 +17,13 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import __version__
-from ..catalog import resolve_variant
-from ..command_options import LaunchConfig
-from ..engine.folders import model_folder
-from ..engine.text import Tokenizer
+from ..config.catalog import resolve_variant
+from ..config.command_options import LaunchConfig
+from ..config.paths import check_writable, make_folder
+from ..config.train_options import TrainConfig
 from ..errors import ConfigError
-from ..paths import check_writable, make_folder
-from ..train_options import TrainConfig
+from ..facts.folders import model_folder
+from ..text.tokenizer import Tokenizer
 from . import unlikelihood
 from .acceptance import check_acceptance, continue_held_out, measure_acceptance, small_engine
 from .checkpoint import write_json

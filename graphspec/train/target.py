@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from ..config.train_options import TargetConfig, TrainConfig
 from ..errors import ConfigError
-from ..train_options import TargetConfig, TrainConfig
 from . import loop
 from .attention import use_batched_products
 from .hybrid import build_hybrid

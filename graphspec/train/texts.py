@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.text import Tokenizer
+from ..config.train_options import TrainConfig
 from ..errors import ConfigError
-from ..train_options import TrainConfig
+from ..text.tokenizer import Tokenizer
 from .checkpoint import write_json, write_whole
 from .loop import Watch, unwatched
 

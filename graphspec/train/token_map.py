@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from ..engine.text import Tokenizer
 from ..errors import ConfigError
+from ..text.tokenizer import Tokenizer
 from .checkpoint import write_whole
 from .export import save_weights
 from .texts import encode_stream, read_documents

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..train_options import TrainConfig
+from ..config.train_options import TrainConfig
 from . import loop
 from .checkpoint import write_array
 from .generate import continue_text, cut_prompts, repetition

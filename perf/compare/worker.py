@@ -37,7 +37,7 @@ class Revision:
     def build(self, name: str, keys: dict[str, Any], prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
         """An engine, warmed up by one pass over ``prompts``."""
         from graphspec import LLM, SamplingParams
-        from graphspec.config import RuntimeConfig
+        from graphspec.config.schema import RuntimeConfig
 
         started = time.perf_counter()
         # Prompts repeat and must be read each time; older versions have no such key.

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphspec.buffers import DTYPES, Status
-from graphspec.catalog import load_object, resolve_variant
-from graphspec.config import AcceptConfig, Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.config.catalog import load_object, resolve_variant
+from graphspec.config.schema import AcceptConfig, Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.drafters.dflash.facts import DFlashFacts
 from graphspec.drafters.dflash.network import DFlashDraft
 from graphspec.drafters.eagle3.network import Eagle3Draft
@@ -30,9 +29,10 @@ from graphspec.kernels import select_kernels
 from graphspec.kernels.registry import KernelSet
 from graphspec.lab.floor import FloorModel
 from graphspec.lab.measure.machine import measure
+from graphspec.models.decoder import Decoder
 from graphspec.models.layers import use_kernels
-from graphspec.models.llama import LlamaModel
-from graphspec.plan import Plan, make_plan
+from graphspec.plan.buffers import DTYPES, Status
+from graphspec.plan.plan import Plan, make_plan
 from graphspec.shapes import GREEDY, CycleShape
 
 LLAMA_8B: dict[str, Any] = {
@@ -97,7 +97,7 @@ def write_configs(folder: Path, target: dict[str, Any] | None = None, draft: dic
     return folder / "target", folder / "draft"
 
 
-Networks = tuple[LlamaModel, Eagle3Draft | DFlashDraft]
+Networks = tuple[Decoder, Eagle3Draft | DFlashDraft]
 """Target and draft."""
 
 
@@ -113,7 +113,7 @@ def fill_at_random(network: nn.Module, seed: int = 0) -> None:
             parameter.data.normal_(0.0, 0.02, generator=generator)
 
 
-def draft_of(facts: Any, max_positions: int, target: LlamaModel) -> Eagle3Draft | DFlashDraft:
+def draft_of(facts: Any, max_positions: int, target: Decoder) -> Eagle3Draft | DFlashDraft:
     """A draft network without weights that shares with its target what published drafts share."""
     if isinstance(facts, DFlashFacts):
         return DFlashDraft(facts, max_positions, target.embed_tokens, target.lm_head)
@@ -182,7 +182,7 @@ class Bench:
         torch.set_default_dtype(DTYPES[plan.dtype])
         try:
             with torch.device(device):
-                target = LlamaModel(facts, head.tap_layers, plan.max_positions)
+                target = Decoder(facts, head.tap_layers, plan.max_positions)
                 draft = draft_of(head, plan.max_positions, target)
         finally:
             torch.set_default_dtype(before)

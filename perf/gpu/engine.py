@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from graphspec.api.outputs import summarise
+from graphspec.api.prompts import make_requests
 from graphspec.engine.engine import Engine
-from graphspec.engine.outputs import summarise
-from graphspec.engine.prompts import make_requests
 from graphspec.engine.request import Request, SamplingParams
 from graphspec.lab.measure.provenance import ROOT, provenance, result_file
 from perf.gpu.bench import Bench, Case, write_configs

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphspec.kernels.attention.fused.rope_kv_write import rope_kv_write
 from graphspec.kernels.flashinfer import version
 from graphspec.kernels.formulas import rms_norm
-from graphspec.kernels.fused.linear import fused_linear
-from graphspec.kernels.fused.linear_tune import graph_timer
-from graphspec.kernels.fused.rope_kv_write import rope_kv_write
-from graphspec.kernels.fused.sample_tokens import sample_tokens
+from graphspec.kernels.linear.fused.linear import fused_linear
+from graphspec.kernels.linear.fused.linear_tune import graph_timer
+from graphspec.kernels.sampling.fused.sample_tokens import sample_tokens
 from graphspec.lab.measure.provenance import ROOT, provenance, result_file, write_jsonl
 
 HIDDEN, QUERIES, GROUPS, DIM, VOCAB, EPS = 4096, 32, 8, 128, 128256, 1e-5

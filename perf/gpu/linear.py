@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from graphspec.kernels.fused.launch import LaunchState, launching
-from graphspec.kernels.fused.linear_choice import LinearShape, LinearTable, device_identity
-from graphspec.kernels.fused.linear_tune import Measured, tune
+from graphspec.kernels.linear.fused.linear_choice import LinearShape, LinearTable, device_identity
+from graphspec.kernels.linear.fused.linear_tune import Measured, tune
 from graphspec.lab.measure.provenance import ROOT, provenance, result_file, write_jsonl
 
 LAYERS: dict[str, dict[str, Any]] = {

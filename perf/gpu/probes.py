@@ -150,7 +150,7 @@ def kernel(name: str) -> str:
 
 def tokens(shape: str, runtime: str, **keys: Any) -> tuple[Any, list[list[int]]]:
     """An engine of the demo model, and its tokens for two prompts."""
-    from graphspec.engine.llm import LLM
+    from graphspec.api.llm import LLM
     from graphspec.engine.request import SamplingParams
 
     llm = LLM(runtime=runtime, **{**OPTIONS, **SHAPES[shape], **keys})
@@ -170,7 +170,7 @@ def engine(shape: str, mode: str, **keys: Any) -> str:
 
 def classes() -> str:
     """An engine compiles the classes of requests that it prepares by default, and serves one request of each."""
-    from graphspec.engine.llm import LLM
+    from graphspec.api.llm import LLM
 
     llm = LLM(max_rows=1, buckets=[1], prefill_chunks=[16])
     return _served(llm)
@@ -178,7 +178,7 @@ def classes() -> str:
 
 def defaults() -> str:
     """An engine loads with no setting at all."""
-    from graphspec.engine.llm import LLM
+    from graphspec.api.llm import LLM
 
     return _served(LLM())
 

@@ -28,7 +28,7 @@ IMPORTS = """
 import importlib, pkgutil, perf.gpu
 for found in pkgutil.iter_modules(perf.gpu.__path__):
     importlib.import_module(f"perf.gpu.{found.name}")
-for name in ("perf.gpu_check", "perf.speed", "graphspec.engine.llm", "graphspec.lab.measure.programmatic", "tests.gpu.smallest"):
+for name in ("perf.gpu_check", "perf.speed", "graphspec.api.llm", "graphspec.lab.measure.programmatic", "tests.gpu.smallest"):
     importlib.import_module(name)
 """
 Step = tuple[str, list[str], tuple[int, ...], str]

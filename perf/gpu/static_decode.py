@@ -16,16 +16,16 @@ from torch._dynamo.utils import counters
 
 from graphspec.errors import CaptureError
 from graphspec.kernels.formulas import apply_rope, rms_norm
-from graphspec.kernels.linear import linear
+from graphspec.kernels.linear.linear import linear
 from graphspec.models.attention import HeadTransform
+from graphspec.models.decoder import Decoder
 from graphspec.models.layers import Linear
-from graphspec.models.llama import LlamaModel
 
 
 class DenseCache:
     """The :class:`~graphspec.models.attention.Attention` of one token over a dense cache ``[layers, 2, 1, G, L, D]``."""
 
-    def __init__(self, model: LlamaModel, length: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, model: Decoder, length: int, device: torch.device, dtype: torch.dtype) -> None:
         facts = model.facts
         self.cache = torch.zeros(facts.num_layers, 2, 1, facts.num_kv_heads, length, facts.head_dim, device=device, dtype=dtype)
         self.slot_L = torch.arange(length, device=device)
@@ -59,7 +59,7 @@ class DenseCache:
         return out.transpose(1, 2)
 
 
-def compiled_step(model: LlamaModel, length: int) -> tuple[Any, DenseCache, Tensor]:
+def compiled_step(model: Decoder, length: int) -> tuple[Any, DenseCache, Tensor]:
     """``(step, cache, token)``: each call of ``step()`` replaces ``token[0, 0]`` by the next greedy one and advances the position."""
     weight = model.embed_tokens.weight
     cache = DenseCache(model, length, weight.device, weight.dtype)

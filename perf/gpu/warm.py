@@ -23,15 +23,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from graphspec.buffers import DTYPES, Arena
-from graphspec.catalog import load_object, resolve_variant
+from graphspec.config.catalog import load_object, resolve_variant
 from graphspec.facts import read_model_facts
 from graphspec.graphs.programs import program_stages
 from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.kernels.fused.launch import INTERPRETED, Launch, recording
+from graphspec.models.decoder import Decoder
 from graphspec.models.layers import use_kernels
-from graphspec.models.llama import LlamaModel
-from graphspec.plan import make_plan
+from graphspec.plan.buffers import DTYPES, Arena
+from graphspec.plan.plan import make_plan
 from graphspec.shapes import GREEDY
 from perf.gpu.bench import Bench, Case, draft_of, write_configs
 from perf.gpu.latency import SHAPES, SHORTER
@@ -62,7 +62,7 @@ def launches_of(case: Case, target: Path, draft: Path) -> list[Launch]:
         torch.set_default_dtype(DTYPES[plan.dtype])
         try:
             with torch.device("cuda"):
-                networks: list[Any] = [LlamaModel(facts, plan.tap_layers, plan.max_positions)]
+                networks: list[Any] = [Decoder(facts, plan.tap_layers, plan.max_positions)]
                 networks += [draft_of(head, plan.max_positions, networks[0])] if speculates else []
         finally:
             torch.set_default_dtype(before)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from graphspec.engine.llm import LLM, model_folder
+from graphspec.api.llm import LLM, model_folder
 from graphspec.serve.limits import Keys
 from recipes.corpus import load_corpus
 from tests.support.serving import MODEL, Served, serving

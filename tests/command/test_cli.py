@@ -16,17 +16,17 @@ from typing import ClassVar
 import pytest
 from rich.console import Console
 
-from graphspec import cli
-from graphspec.catalog import VARIANTS
-from graphspec.engine.outputs import Metrics, Output, StreamEvent, TreeSnapshot
+from graphspec.api.outputs import Metrics, Output, StreamEvent, TreeSnapshot
+from graphspec.cli import inspect
+from graphspec.cli import main as cli
+from graphspec.cli.draft_tree import draw_tree
+from graphspec.config.catalog import VARIANTS
 from graphspec.errors import ConfigError, RequestError, ResourceError
 from graphspec.graphs.capture import CaptureRecord
 from graphspec.graphs.memory import MemoryLine, MemoryPlan
-from graphspec.progress import progress_bars
-from graphspec.runtime import resolve_runtime
+from graphspec.host.progress import progress_bars
+from graphspec.plan.runtime import resolve_runtime
 from graphspec.shapes import NEUTRAL
-from graphspec.show import inspect
-from graphspec.show.draft_tree import draw_tree
 
 METRICS = Metrics(
     cycles=7, acceptance_length=2.5, accepted_per_position=[0.9, 0.6], prefill_seconds=0.1, decode_seconds=0.2, tokens_per_second=123.0
@@ -141,12 +141,12 @@ class Run:
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    module = ModuleType("graphspec.engine.llm")
+    module = ModuleType("graphspec.api.llm")
     module.LLM = FakeLLM
-    monkeypatch.setitem(sys.modules, "graphspec.engine.llm", module)
-    module = ModuleType("graphspec.engine.diff")
+    monkeypatch.setitem(sys.modules, "graphspec.api.llm", module)
+    module = ModuleType("graphspec.api.diff")
     module.diff = fake_diff
-    monkeypatch.setitem(sys.modules, "graphspec.engine.diff", module)
+    monkeypatch.setitem(sys.modules, "graphspec.api.diff", module)
     monkeypatch.setattr(FakeLLM, "made", [])
 
     def _run(*words, stdin=""):
@@ -340,7 +340,7 @@ def test_bytes():
 
 
 # In a process of their own: what a user's shell sees, and what is not imported on the way.
-WATCHED = "import sys; from graphspec.cli import main\ntry: main()\nfinally: assert not {'torch', 'numpy'} & set(sys.modules)"
+WATCHED = "import sys; from graphspec.cli.main import main\ntry: main()\nfinally: assert not {'torch', 'numpy'} & set(sys.modules)"
 
 
 def shell(*words, cwd=None, **env):

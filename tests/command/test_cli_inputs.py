@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from graphspec import SamplingParams, cli
-from graphspec.compose import load_config
-from graphspec.engine.llm import LLM
+from graphspec import SamplingParams
+from graphspec.api.llm import LLM
+from graphspec.cli import main as cli
+from graphspec.config.compose import load_config
+from graphspec.config.hints import install_hint
+from graphspec.config.paths import check_writable, read_text, user_path
 from graphspec.errors import ConfigError
-from graphspec.hints import install_hint
-from graphspec.paths import check_writable, read_text, user_path
 from tests.support.engines import SMALL, add_tokenizer, ids, mirror_pair
 
 if TYPE_CHECKING:
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # In a process of their own, for what must not be imported by then.
-CHEAP = "import sys; from graphspec.cli import main\ntry: main()\nfinally: assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+CHEAP = (
+    "import sys; from graphspec.cli.main import main\n"
+    "try: main()\nfinally: assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+)
 
 
 def shell(*words: str, redirect: str = "", stdin: bytes = b"", code: str = CHEAP, **env: str) -> subprocess.CompletedProcess[bytes]:
@@ -91,7 +95,8 @@ def test_standard_input_that_is_no_text() -> None:
 
 
 def test_what_the_terminal_has_no_code_for_is_shown_as_an_escape() -> None:
-    code = "from graphspec import cli\ncli.COMMANDS['convert'] = cli.Command(lambda words: print(*words) or 0, '', '', True)\ncli.main()"
+    code = "from graphspec.cli import main as cli\n"
+    code += "cli.COMMANDS['convert'] = cli.Command(lambda words: print(*words) or 0, '', '', True)\ncli.main()"
     done = shell("convert", "é", code=code, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stdout, done.stderr) == (0, b"\\xe9\n", b"")
 

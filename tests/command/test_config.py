@@ -11,11 +11,11 @@ from hydra.core.global_hydra import GlobalHydra
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphspec.catalog import VARIANTS
-from graphspec.command_options import LaunchConfig
-from graphspec.compose import config_groups, load_config, split_prompts, take_checkpoint
-from graphspec.config import RUNTIMES, Config, SamplingConfig
-from graphspec.engine.arguments import engine_config
+from graphspec.api.arguments import engine_config
+from graphspec.config.catalog import VARIANTS
+from graphspec.config.command_options import LaunchConfig
+from graphspec.config.compose import config_groups, load_config, split_prompts, take_checkpoint
+from graphspec.config.schema import RUNTIMES, Config, SamplingConfig
 from graphspec.errors import ConfigError
 from tests import snapshots
 
@@ -42,10 +42,10 @@ def test_catalog_and_groups_agree():
 
 def test_a_variant_without_its_file_is_told_which(monkeypatch: pytest.MonkeyPatch):
     """The catalog has it, ``conf/variant`` does not."""
-    from graphspec import catalog, compose
+    from graphspec.config import catalog, compose
 
     known = catalog.all_variants()
-    monkeypatch.setitem(VARIANTS, "successors", "graphspec.catalog:PLAIN_DECODING")
+    monkeypatch.setitem(VARIANTS, "successors", "graphspec.config.catalog:PLAIN_DECODING")
     monkeypatch.setattr(compose, "all_variants", lambda: (*known, replace(catalog.PLAIN_DECODING, name="successors")))
     with pytest.raises(ConfigError, match=r"variant=successors: expected the file .*variant/successors\.yaml.*found no such file"):
         load_config("variant=successors")

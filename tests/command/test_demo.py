@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from graphspec.command_input import DEMO_PROMPT
-from graphspec.compose import load_config
-from graphspec.engine.llm import LLM
+from graphspec.api.llm import LLM
+from graphspec.cli import demo
+from graphspec.cli.input import DEMO_PROMPT
+from graphspec.config.compose import load_config
 from graphspec.engine.request import SamplingParams
-from graphspec.show import demo
 from perf import first_token
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from graphspec.api.llm import LLM, SamplingParams
 from graphspec.drafters.dflash.facts import default_layers, read_dflash_facts
-from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.facts import read_model_facts
 from tests.support.checkpoints import VOCAB_SIZE, eagle3_tensors, edit_json, edit_tensors, publish_eagle3

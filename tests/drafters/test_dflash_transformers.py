@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from graphspec.engine.llm import LLM, SamplingParams
+from graphspec.api.llm import LLM, SamplingParams
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.engines import SMALL, prompts
 from tests.support.parallel_checkpoints import HIDDEN, MASK, TAPS, THETA, dflash_tensors, favouring_target, write_dflash

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from graphspec.api.llm import LLM, SamplingParams
 from graphspec.drafters.eagle3.facts import read_eagle3_facts
 from graphspec.drafters.eagle3.loading import load_eagle3
-from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.facts import read_model_facts
 from graphspec.models.target import load_target
 from tests.support.checkpoints import (

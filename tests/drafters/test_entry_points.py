@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphspec import catalog
-from graphspec.catalog import Variant, all_variants
-from graphspec.compose import config_groups, load_config
-from graphspec.engine.llm import LLM, SamplingParams
+from graphspec.api.llm import LLM, SamplingParams
+from graphspec.config import catalog
+from graphspec.config.catalog import Variant, all_variants
+from graphspec.config.compose import config_groups, load_config
 from graphspec.errors import ConfigError
 from graphspec.lab.floor import FloorModel
 from graphspec.shapes import GREEDY
@@ -120,7 +120,7 @@ def test_an_algorithm_from_outside_drafts_what_one_dense_pass_drafts(mask_tokens
 
 def test_the_command_line_finds_it(tmp_path: Path):
     site = example("early_exit", tmp_path / "site")
-    code = f"import sys; sys.path.insert(0, {str(site)!r}); from graphspec.cli import main; main()"
+    code = f"import sys; sys.path.insert(0, {str(site)!r}); from graphspec.cli.main import main; main()"
     command = [sys.executable, "-c", code, "generate", "variant=early_exit", "--cfg", "job"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -137,10 +137,10 @@ def test_the_command_line_finds_it(tmp_path: Path):
 )
 def test_a_bad_entry_point_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None, points: str, module: str, found: str):
     site = install(tmp_path / "site", f"[graphspec.variants]\n{points}\n")
-    (site / "broken.py").write_text(f"from graphspec.catalog import Variant\n{module}\n")
+    (site / "broken.py").write_text(f"from graphspec.config.catalog import Variant\n{module}\n")
     monkeypatch.syspath_prepend(site)
     monkeypatch.delitem(sys.modules, "broken", raising=False)
     with pytest.raises(ConfigError, match=r"graphspec\.variants") as caught:
         all_variants()
     assert found in caught.value.found
-    assert Variant.__module__ == "graphspec.catalog"
+    assert Variant.__module__ == "graphspec.config.catalog"

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from graphspec.drafters.ngram.stages import put_run_first
-from graphspec.kernels.ngram_match import match_rows
-from graphspec.kernels.tree_build import tree_build
+from graphspec.kernels.tree.ngram_match import match_rows
+from graphspec.kernels.tree.tree_build import tree_build
 from tests.kernels.test_ngram_match import Path, batch, problems
 
 Pool = tuple[Tensor, Tensor, Tensor]

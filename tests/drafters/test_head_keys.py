@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from graphspec.catalog import load_object, resolve_variant
+from graphspec.api.llm import LLM
+from graphspec.config.catalog import load_object, resolve_variant
 from graphspec.drafters.eagle3.facts import read_eagle3_facts
 from graphspec.drafters.p_eagle.facts import read_p_eagle_facts
-from graphspec.engine.llm import LLM
 from graphspec.errors import CheckpointError
 from graphspec.facts import read_model_facts
 from tests.support.checkpoints import (

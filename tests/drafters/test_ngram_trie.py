@@ -19,11 +19,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphspec.config import NgramSettings
+from graphspec.config.schema import NgramSettings
 from graphspec.drafters.ngram_trie import trie as trie_module
 from graphspec.drafters.ngram_trie.trie import NgramTrie
 from graphspec.errors import ConfigError, RequestError, ResourceError
-from graphspec.native_build import find_compiler
+from graphspec.host.native_build import find_compiler
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from graphspec.api.llm import LLM, SamplingParams
 from graphspec.drafters.p_eagle.facts import read_p_eagle_facts
-from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.facts import read_model_facts
 from tests.support.checkpoints import VOCAB_SIZE, eagle3_tensors, edit_json, edit_tensors, publish_eagle3

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from graphspec.engine.llm import LLM, SamplingParams
+from graphspec.api.llm import LLM, SamplingParams
 from tests.drafters.test_variants import mixed
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.engines import SMALL, Pair, ids, prompts

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from graphspec.catalog import load_object, resolve_variant
-from graphspec.engine.llm import LLM, SamplingParams
+from graphspec.api.llm import LLM, SamplingParams
+from graphspec.config.catalog import load_object, resolve_variant
 from graphspec.errors import CheckpointError
 from graphspec.facts import read_model_facts
 from graphspec.models.target import load_target

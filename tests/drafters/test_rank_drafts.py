@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from graphspec.catalog import load_object, resolve_variant
-from graphspec.draft_parallel import of_rank
-from graphspec.engine.folders import model_folder
+from graphspec.config.catalog import load_object, resolve_variant
 from graphspec.facts import read_model_facts
+from graphspec.facts.folders import model_folder
 from graphspec.models.target import load_target
 from graphspec.models.vocabulary import sharded_head
+from graphspec.plan.draft_parallel import of_rank
 from tests.support.rank_threads import count_numbers_read
 
 OWN_HEADS = ("eagle3", "p_eagle", "standalone")

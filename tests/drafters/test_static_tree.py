@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from graphspec.engine.llm import LLM, SamplingParams
+from graphspec.api.llm import LLM, SamplingParams
 from graphspec.errors import ConfigError
+from graphspec.plan.static_tree import StaticTree
 from graphspec.shapes import CycleShape
-from graphspec.static_tree import StaticTree
 from tests.support.engines import Pair, ids, mirror_pair, prompts
 
 # The 25 nodes of EAGLE-1's default tree, without the root.

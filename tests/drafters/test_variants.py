@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphspec.engine.llm import LLM, SamplingParams
+from graphspec.api.llm import LLM, SamplingParams
 from graphspec.graphs.cycle import RingEntry
 from graphspec.graphs.programs import Key
 from graphspec.graphs.stages.mailbox import Message
@@ -68,7 +68,7 @@ def name_of(value: object) -> str | None:
 
 
 def make(family: Family, name: str, shape: dict[str, Any], **overrides: Any) -> LLM:
-    from graphspec.config import NgramSettings
+    from graphspec.config.schema import NgramSettings
 
     values = {**shape, **overrides}
     if "ngram" in values:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from graphspec.engine.llm import SamplingParams
+from graphspec.api.llm import SamplingParams
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.engines import ids, prompts
 from tests.support.variants import Family, build_family

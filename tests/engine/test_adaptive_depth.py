@@ -10,11 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphspec.buffers import Status
-from graphspec.config import AdaptiveConfig
+from graphspec.api.llm import LLM, SamplingParams
+from graphspec.api.outputs import summarise
+from graphspec.config.schema import AdaptiveConfig
 from graphspec.engine.depth import AdaptiveDepth
-from graphspec.engine.llm import LLM, SamplingParams
-from graphspec.engine.outputs import summarise
 from graphspec.engine.request import Request, RequestMetrics
 from graphspec.engine.scheduler import Scheduler
 from graphspec.engine.self_test import AcceptanceTest
@@ -23,7 +22,8 @@ from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.programs import Key, PrefillKey, describe, tokens_of
 from graphspec.graphs.stages.mailbox import Message
 from graphspec.kernels import select_kernels
-from graphspec.plan import Plan
+from graphspec.plan.buffers import Status
+from graphspec.plan.plan import Plan
 from graphspec.shapes import GREEDY, PLAIN, SAMPLED, GraphKey, SamplingClass
 from tests.graphs.test_inert import Poisoner
 from tests.support.depths import Launches, RandomDepth, ScriptedDepth

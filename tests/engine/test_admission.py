@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphspec.api.arguments import set_call_options
 from graphspec.engine.admission import LOOK_AHEAD, MOST_OUTRANKED, MOST_OVERTAKEN, Queue
-from graphspec.engine.priority import set_call_options
 from graphspec.engine.request import Request, SamplingParams
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import RequestError, ResourceError

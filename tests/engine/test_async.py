@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import graphspec
-from graphspec.engine.async_llm import AsyncLLM
-from graphspec.engine.llm import SamplingParams
-from graphspec.engine.outputs import StreamEvent, cumulative
+from graphspec.api.async_llm import AsyncLLM
+from graphspec.api.llm import SamplingParams
+from graphspec.api.outputs import StreamEvent, cumulative
 from graphspec.errors import RequestError, ResourceError
 from graphspec.graphs.cycle import Cycle
 from graphspec.shapes import GREEDY

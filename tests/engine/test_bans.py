@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphspec.engine.bans import encode_bad_words
-from graphspec.engine.llm import SamplingParams
-from graphspec.engine.outputs import Output
-from graphspec.engine.text import Tokenizer
+from graphspec.api.llm import SamplingParams
+from graphspec.api.outputs import Output
+from graphspec.api.request_checks import encode_bad_words
 from graphspec.errors import RequestError
 from graphspec.graphs.stages.bans import allowed_tokens, ends_of_words
+from graphspec.text.tokenizer import Tokenizer
 from tests.support.engines import CHAIN, MIRROR_VOCAB, TREE, Pair, add_tokenizer, ids, mirror_pair, prompts, words
 from tests.support.plans import plan
 from tests.support.tokenizer_forms import write_form

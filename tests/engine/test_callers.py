@@ -18,9 +18,9 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from graphspec.engine.async_llm import AsyncLLM
-from graphspec.engine.llm import LLM, SamplingParams
-from graphspec.engine.outputs import StreamEvent
+from graphspec.api.async_llm import AsyncLLM
+from graphspec.api.llm import LLM, SamplingParams
+from graphspec.api.outputs import StreamEvent
 from graphspec.errors import ResourceError
 from tests.support.engines import CHAIN, TREE, Pair, mirror_pair, prompts
 from tests.support.interrupts import Fault, failing, interrupted

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import AutoTokenizer
 
-from graphspec import LLM, SamplingParams, cli
-from graphspec.engine.text import Conversation, Tokenizer
+from graphspec import LLM, SamplingParams
+from graphspec.cli import main as cli
 from graphspec.errors import CheckpointError, RequestError
+from graphspec.text.tokenizer import Conversation, Tokenizer
 from tests.support.engines import SMALL, add_tokenizer, ids, mirror_pair
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer as Raw
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from graphspec.engine.text import Conversation, Tokenizer
 from graphspec.errors import RequestError
+from graphspec.text.tokenizer import Conversation, Tokenizer
 from tests.support.chat_templates import SAYS_TEXT, TEMPLATES
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from graphspec import LLM, SamplingParams
-from graphspec.config import SamplingConfig
-from graphspec.engine.async_llm import AsyncLLM
+from graphspec.api.async_llm import AsyncLLM
+from graphspec.config.schema import SamplingConfig
 from graphspec.errors import CheckpointError, ConfigError, RequestError
 from graphspec.graphs.stages.sampling import probabilities
 from graphspec.kernels import select_kernels

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from graphspec import LLM, SamplingParams, Structured
-from graphspec.engine.text import Conversation, Tokenizer
-from graphspec.show.inspect import spelled_ends
+from graphspec.cli.inspect import spelled_ends
+from graphspec.text.tokenizer import Conversation, Tokenizer
 from tests.support.engines import CHAIN, MIRROR_VOCAB, SMALL, Pair, add_tokenizer, mirror_pair
 from tests.support.tokenizer_forms import BOS, EOS, MARK, write_config, write_form
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphspec.engine.llm import SamplingParams
+from graphspec.api.llm import SamplingParams
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import CheckpointError, ConfigError, RequestError
 from graphspec.graphs.cycle import Cycle

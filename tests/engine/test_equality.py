@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import graphspec
-from graphspec.engine import llm as llm_module
-from graphspec.engine.llm import LLM, SamplingParams
+from graphspec.api import llm as llm_module
+from graphspec.api.llm import LLM, SamplingParams
 from graphspec.facts import ModelFacts, read_model_facts
 from tests.support.checkpoints import VOCAB_SIZE, build_hf
 from tests.support.engines import CHAIN, MIRROR_VOCAB, TREE, WIDE, Pair, ids, mirror_pair, prompts, random_pair, watch_schedulers

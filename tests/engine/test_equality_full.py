@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from graphspec.engine.llm import SamplingParams
+from graphspec.api.llm import SamplingParams
 from tests.support.checkpoints import VOCAB_SIZE, build_hf
 from tests.support.engines import CHAIN, TREE, WIDE, Pair, ids, mirror_pair, prompts, random_pair
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphspec.config import Config, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.api.diff import diff
+from graphspec.api.llm import LLM
+from graphspec.config.schema import Config, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.engine import kernel_choice
-from graphspec.engine.diff import diff
-from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import ConfigError, ResourceError
 from graphspec.graphs import compile as compile_module
@@ -30,7 +30,7 @@ from graphspec.kernels.flashinfer import version
 from graphspec.kernels.flashinfer.kernels import FlashInferKernels
 from graphspec.kernels.flashinfer.planner import Planner
 from graphspec.models.attention import ChunkAttention, TreeAttention
-from graphspec.plan import Plan
+from graphspec.plan.plan import Plan
 from graphspec.shapes import GREEDY
 from tests.support.checkpoints import VOCAB_SIZE, build_hf
 from tests.support.depths import Launches, ScriptedDepth

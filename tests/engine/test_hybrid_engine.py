@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from graphspec.api.llm import LLM, SamplingParams
 from graphspec.drafters.ngram_trie.proposer import TrieProposer
-from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.errors import ConfigError
 from graphspec.graphs.cycle import Cycle
 from graphspec.shapes import GraphKey

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch._dynamo import utils as dynamo_utils
 
+from graphspec.api.llm import LLM, SamplingParams
+from graphspec.api.outputs import StreamEvent
 from graphspec.engine.engine import Engine
-from graphspec.engine.llm import LLM, SamplingParams
-from graphspec.engine.outputs import StreamEvent
 from graphspec.engine.request import Request
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import CaptureError, ResourceError
@@ -30,7 +30,7 @@ from tests.support.lockstep import Lockstep
 
 from .test_shared_engine import assert_idle, expected
 
-FILES = ("engine/engine.py", "engine/calls.py", "engine/driver.py", "engine/llm.py")
+FILES = ("engine/engine.py", "engine/calls.py", "engine/driver.py", "api/llm.py")
 """What a caller runs."""
 STEP = (
     "engine/scheduler.py", "engine/class_programs.py", "engine/prefix.py", "engine/pages.py", "engine/admission.py",

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from graphspec.buffers import Arena
 from graphspec.engine.request import Request, SamplingParams
 from graphspec.engine.scheduler import Scheduler
 from graphspec.graphs import cycle as cycle_module
@@ -20,7 +19,8 @@ from graphspec.graphs.capture import Capturer, ran_out_of_memory
 from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.message_buffer import MessageBuffer
 from graphspec.kernels import select_kernels
-from graphspec.plan import Plan
+from graphspec.plan.buffers import Arena
+from graphspec.plan.plan import Plan
 from graphspec.shapes import SamplingClass
 from tests.graphs.test_capture import keys_of
 from tests.support.fake_cuda import FakeDriver, LateDevice, fake_driver

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphspec.buffers import Arena
-from graphspec.engine.llm import LLM
+from graphspec.api.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.graphs.compile import Region
 from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.stages.stage import Stage
 from graphspec.kernels import select_kernels
 from graphspec.kernels.native.tape import Tape
+from graphspec.plan.buffers import Arena
 from graphspec.shapes import GREEDY
 from tests.support.engines import Pair, ids, mirror_pair, prompts
 from tests.support.tape import TapeCapturer

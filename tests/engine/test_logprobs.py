@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphspec.engine.outputs import Output
+from graphspec.api.outputs import Output
 from graphspec.engine.request import SamplingParams
 from tests.support.engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts
 

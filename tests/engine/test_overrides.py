@@ -13,9 +13,9 @@ from typing import get_type_hints
 import pytest
 
 import graphspec
-from graphspec.config import Config
-from graphspec.engine.llm import LLM, SamplingParams
-from graphspec.engine.overrides import Arguments, Overrides
+from graphspec.api.llm import LLM, SamplingParams
+from graphspec.api.overrides import Arguments, Overrides
+from graphspec.config.schema import Config
 from tests.support.engines import CHAIN, mirror_pair, prompts
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,10 +12,10 @@ import pytest
 import torch
 import xgrammar
 
-from graphspec.engine.schemas import check_schema
-from graphspec.engine.structured import Structured
-from graphspec.engine.structured_source import prepared
 from graphspec.errors import RequestError
+from graphspec.text.schemas import check_schema
+from graphspec.text.structured import Structured
+from graphspec.text.structured_source import prepared
 
 END = 0
 TEXTS = ["", *(chr(code) for code in range(1, 127)), "é", "ß", "\u00a0", "\u2028", "\u017f", "\u212a", "中", "😀"]

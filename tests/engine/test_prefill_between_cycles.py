@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphspec.engine.chunks import choose_prefill, next_chunk
-from graphspec.engine.llm import LLM, SamplingParams
+from graphspec.api.llm import LLM, SamplingParams
+from graphspec.engine.prefill import choose_prefill, next_chunk
 from graphspec.engine.request import Request
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import ConfigError

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphspec.config import Config, HardwareConfig, ModelConfig, RuntimeConfig
-from graphspec.engine.llm import SamplingParams
+from graphspec.api.llm import SamplingParams
+from graphspec.config.schema import Config, HardwareConfig, ModelConfig, RuntimeConfig
 from graphspec.engine.request import Request
 from graphspec.engine.scheduler import Scheduler
 from graphspec.graphs import memory as memory_module
 from graphspec.graphs.memory import GIB, fit_memory, plan_memory
 from graphspec.graphs.programs import PrefillKey
 from graphspec.graphs.stages.mailbox import Chunk, MailLayout, Message
-from graphspec.plan import make_plan
+from graphspec.plan.plan import make_plan
 from graphspec.shapes import CHUNKS, GREEDY, MOST_PADDING, pick_bucket, prefill_chunks
 from tests.graphs.test_capture import make_cycle
 from tests.graphs.test_capture import make_plan as captured_plan

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from graphspec.catalog import PLAIN_DECODING
-from graphspec.config import AdaptiveConfig, Config, RuntimeConfig
+from graphspec.api.llm import LLM, SamplingParams
+from graphspec.config.catalog import PLAIN_DECODING
+from graphspec.config.schema import AdaptiveConfig, Config, RuntimeConfig
 from graphspec.drafters.ngram_trie.proposer import TrieProposer
-from graphspec.engine.llm import LLM, SamplingParams
-from graphspec.engine.pages import PageAllocator
-from graphspec.engine.prefix import PrefixCache
+from graphspec.engine.pages import PageAllocator, PrefixCache
 from graphspec.engine.request import Request
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import ConfigError
@@ -25,7 +24,7 @@ from graphspec.graphs.host_step import RowMirror
 from graphspec.graphs.programs import Key
 from graphspec.graphs.stages.draft_prefill import page_feature
 from graphspec.graphs.stages.mailbox import Message, SharedPages
-from graphspec.kernels.page_feature_write import OP as PAGE_FEATURE_WRITE
+from graphspec.kernels.attention.page_feature_write import OP as PAGE_FEATURE_WRITE
 from graphspec.shapes import GREEDY, SAMPLED, SamplingClass
 from tests.graphs.test_capture import keys_of, make_cycle, make_plan
 from tests.support.depths import RandomDepth

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from graphspec.api.llm import LLM
 from graphspec.engine import programmatic
-from graphspec.engine.llm import LLM
 from graphspec.errors import ConfigError
 from graphspec.lab.measure import programmatic as probe
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from graphspec.config import NgramSettings
+from graphspec.api.llm import LLM, SamplingParams
+from graphspec.config.schema import NgramSettings
 from graphspec.drafters.ngram_trie.proposer import TrieProposer
-from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.engine.request import Request
 from graphspec.errors import ConfigError
 from tests.support.plans import plan

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 import pytest
 
-from graphspec.engine.grammar import compile_grammar
-from graphspec.engine.structured import Structured
+from graphspec.api.grammar import compile_grammar
 from graphspec.errors import RequestError
+from graphspec.text.structured import Structured
 from tests.engine.test_patterns import compiler, walk
 
 if TYPE_CHECKING:

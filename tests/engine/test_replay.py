@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphspec.engine.llm import LLM, SamplingParams
+from graphspec.api.llm import LLM, SamplingParams
 from graphspec.errors import ResourceError
 from graphspec.graphs.compile import Region
 from graphspec.graphs.programs import PrefillKey

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import graphspec
-from graphspec.engine.llm import SamplingParams
-from graphspec.engine.outputs import make_output
+from graphspec.api.llm import SamplingParams
+from graphspec.api.outputs import make_output
 from graphspec.errors import RequestError
 from graphspec.shapes import GraphKey
 from tests.support.engines import CHAIN, MIRROR_VOCAB, TREE, Pair, add_tokenizer, continued, ids, mirror_pair, prompts, words

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphspec.engine.llm import LLM, SamplingParams
+from graphspec.api.llm import LLM, SamplingParams
 from graphspec.errors import ConfigError, ResourceError
 from graphspec.shapes import GREEDY, SamplingClass
 from tests.support.engines import CHAIN, Pair, ids, mirror_pair, prompts
@@ -105,7 +105,7 @@ def test_dropped_while_it_serves_it_ends_after_that(pair: Pair) -> None:
 
 SCRIPT = """
 import sys, threading
-from graphspec.engine.llm import LLM, SamplingParams
+from graphspec.api.llm import LLM, SamplingParams
 llm = LLM({target!r}, draft={draft!r}, runtime="eager", prefill_chunks=[8, 16])
 stream = llm.stream([[1, 2, 3]], SamplingParams(max_tokens=80, ignore_eos=True))
 next(stream)

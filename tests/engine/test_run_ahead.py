@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphspec.engine.async_llm import AsyncLLM
-from graphspec.engine.llm import SamplingParams
+from graphspec.api.async_llm import AsyncLLM
+from graphspec.api.llm import SamplingParams
 from graphspec.errors import ConfigError
 from graphspec.graphs.cycle import RingEntry
 from graphspec.graphs.programs import Key, PrefillKey
 from graphspec.graphs.stages.mailbox import Message
-from graphspec.plan import Plan
+from graphspec.plan.plan import Plan
 from graphspec.shapes import GraphKey
 from tests.support.engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts, watch_schedulers
 from tests.support.plans import plan as make

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from graphspec.buffers import POISON
-from graphspec.engine.llm import LLM
+from graphspec.api.llm import LLM
 from graphspec.engine.request import SamplingParams, sampling_class
 from graphspec.errors import RequestError
 from graphspec.graphs.cycle import Cycle
@@ -23,9 +22,10 @@ from graphspec.graphs.programs import Key
 from graphspec.graphs.stages.mailbox import Message
 from graphspec.graphs.stages.sampling import LogitShaper, node_paths, sample_tokens, trusted
 from graphspec.kernels import select_kernels
-from graphspec.kernels.filter_logits import filter_logits
-from graphspec.kernels.topk import stable_topk
-from graphspec.kernels.tree_build import causal_words
+from graphspec.kernels.sampling.filter_logits import filter_logits
+from graphspec.kernels.sampling.topk import stable_topk
+from graphspec.kernels.tree.tree_build import causal_words
+from graphspec.plan.buffers import POISON
 from graphspec.shapes import GREEDY, GraphKey, SamplingClass
 from tests.support.engines import CHAIN, MIRROR_VOCAB, TREE, WIDE, Pair, idle_rows, ids, mirror_pair, prompts, watch_schedulers
 

@@ -12,15 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphspec.buffers import Status
+from graphspec.api.request_checks import check_prompt
 from graphspec.engine.request import Request, SamplingParams
-from graphspec.engine.request_checks import check_prompt
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import RequestError
 from graphspec.graphs.cycle import RingEntry
 from graphspec.graphs.programs import Key, PrefillKey
 from graphspec.graphs.stages.mailbox import Chunk, Join, MailLayout, Message
-from graphspec.plan import Plan
+from graphspec.plan.buffers import Status
+from graphspec.plan.plan import Plan
 from graphspec.shapes import GREEDY, GraphKey
 from tests.support.chunking import chunked
 from tests.support.plans import plan as make

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import xgrammar
 
-from graphspec.engine.llm import model_folder
-from graphspec.engine.schemas import check_schema
-from graphspec.engine.text import Tokenizer
+from graphspec.api.llm import model_folder
 from graphspec.errors import RequestError
+from graphspec.text.schemas import check_schema
+from graphspec.text.tokenizer import Tokenizer
 
 INTEGER = {"type": "integer"}
 # A schema, a value that it does not allow and xgrammar does, and where the error points.

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from graphspec.api.llm import LLM, SamplingParams
+from graphspec.api.outputs import StreamEvent
 from graphspec.engine.engine import Engine
-from graphspec.engine.llm import LLM, SamplingParams
-from graphspec.engine.outputs import StreamEvent
 from graphspec.errors import ResourceError
 from graphspec.shapes import SamplingClass
 from tests.support.engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from graphspec.engine.events import Stream
-from graphspec.engine.llm import SamplingParams
+from graphspec.api.events import Stream
+from graphspec.api.llm import SamplingParams
 from graphspec.engine.request import Request
 from graphspec.shapes import GREEDY
 from tests.support.engines import CHAIN, MIRROR_VOCAB, Pair, mirror_pair

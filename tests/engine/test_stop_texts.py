@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphspec.buffers import Status
-from graphspec.engine.llm import LLM, SamplingParams
-from graphspec.engine.stops import OutputText, StopCheck
+from graphspec.api.llm import LLM, SamplingParams
+from graphspec.api.stops import OutputText, StopCheck
 from graphspec.errors import RequestError
+from graphspec.plan.buffers import Status
 from tests.support.engines import CHAIN, TREE, Pair, add_tokenizer, continued, mirror_pair, prompts, watch_schedulers, words
 
 PLAIN: dict[str, Any] = {"variant": "none"}

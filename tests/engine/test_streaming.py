@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphspec.engine.llm import SamplingParams
-from graphspec.engine.outputs import StreamEvent
-from graphspec.engine.text import Detokenizer, Tokenizer
+from graphspec.api.llm import SamplingParams
+from graphspec.api.outputs import StreamEvent
 from graphspec.errors import RequestError
+from graphspec.text.tokenizer import Detokenizer, Tokenizer
 from tests.support.engines import CHAIN, MIRROR_VOCAB, TREE, Pair, add_tokenizer, continued, mirror_pair, prompts, watch_schedulers, words
 from tests.support.lockstep import Lockstep
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from graphspec import LLM, SamplingParams, Structured
+from graphspec.api.grammar import Grammars, RowGrammar, first_children
 from graphspec.engine.engine import Engine
-from graphspec.engine.grammar import Grammars, RowGrammar, first_children
 from graphspec.errors import RequestError
 from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.programs import PrefillKey

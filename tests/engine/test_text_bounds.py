@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from graphspec.engine.folders import DEMO, model_folder
-from graphspec.engine.prompts import make_requests
-from graphspec.engine.text_bounds import NFC_SHRINKS, check_fits, fewest_tokens, longest_token
+from graphspec.api.prompts import make_requests
 from graphspec.errors import RequestError
+from graphspec.facts.folders import DEMO, model_folder
+from graphspec.text.bounds import NFC_SHRINKS, check_fits, fewest_tokens, longest_token
 from tests.support.plans import plan
 
 FOLDER = model_folder(DEMO, None)

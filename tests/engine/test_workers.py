@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from graphspec.engine.async_llm import LONG_TEXT, AsyncLLM, length_of
+from graphspec.api.async_llm import LONG_TEXT, AsyncLLM, length_of
+from graphspec.api.workers import Workers
 from graphspec.engine.request import SamplingParams
-from graphspec.engine.text import Conversation
-from graphspec.engine.workers import Workers
 from graphspec.shapes import NEUTRAL
+from graphspec.text.tokenizer import Conversation
 
 PATIENCE = 60.0
 
@@ -64,7 +64,7 @@ def test_a_caller_that_is_cancelled_frees_its_place() -> None:
 def test_a_process_does_not_wait_for_a_job() -> None:
     code = """
 import asyncio, threading
-from graphspec.engine.workers import Workers
+from graphspec.api.workers import Workers
 workers, began = Workers("endless", 1), threading.Event()
 async def main():
     asyncio.ensure_future(workers.run(lambda: (began.set(), threading.Event().wait())))
@@ -114,7 +114,7 @@ def test_calls_of_one_kind_do_not_wait_for_another() -> None:
             return "submitted"
 
     async def main() -> None:
-        from graphspec.engine.structured import Structured
+        from graphspec.text.structured import Structured
 
         engine = Slow()
         llm = AsyncLLM(engine)  # type: ignore[arg-type]

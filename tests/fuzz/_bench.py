@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from graphspec import LLM, SamplingParams
-from graphspec.engine.outputs import Output
+from graphspec.api.outputs import Output
 from graphspec.facts import check_tokenizer
 from tests.support.engines import add_tokenizer, mirror_pair
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from graphspec import LLM, SamplingParams
-from graphspec.checks import brief
-from graphspec.command_options import LaunchConfig
-from graphspec.config import Config, NgramSettings
+from graphspec.config.checks import brief
+from graphspec.config.command_options import LaunchConfig
+from graphspec.config.schema import Config, NgramSettings
 from graphspec.errors import RequestError
 from tests.support.engines import MIRROR_VOCAB, Pair, add_tokenizer, mirror_pair
 

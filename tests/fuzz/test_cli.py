@@ -15,8 +15,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 
-from graphspec import cli
-from graphspec.command_options import LaunchConfig
+from graphspec.cli import main as cli
+from graphspec.config.command_options import LaunchConfig
 from graphspec.errors import GraphspecError
 from tests.support.engines import add_tokenizer, mirror_pair
 

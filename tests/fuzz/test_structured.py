@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from graphspec.engine.schemas import check_schema, object_schema
 from graphspec.errors import RequestError
 from graphspec.serve.tools import BEGIN, END, CallReader
+from graphspec.text.schemas import check_schema, object_schema
 
 PIECES = (
     BEGIN, END, BEGIN, '{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "arguments": null}', '{"name": "',

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map
 
 from graphspec.kernels import OPS
 from graphspec.kernels.fused.launch import Launch
-from graphspec.kernels.fused.linear import fused_linear
 from graphspec.kernels.groups import Candidates
+from graphspec.kernels.linear.fused.linear import fused_linear
 
 Case = dict[str, Any]
 VOCAB, DRAFT_VOCAB, CONTEXT, PAGE = 128256, 32000, 4096, 16

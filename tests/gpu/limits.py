@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from graphspec.catalog import load_object, resolve_variant
-from graphspec.engine.arguments import DEFAULTS, engine_config
-from graphspec.engine.folders import model_folder
+from graphspec.api.arguments import DEFAULTS, engine_config
+from graphspec.config.catalog import load_object, resolve_variant
 from graphspec.facts import read_model_facts
-from graphspec.plan import Plan, make_plan
+from graphspec.facts.folders import model_folder
+from graphspec.plan.plan import Plan, make_plan
 from graphspec.shapes import GREEDY
 
 LEAST = 120.0

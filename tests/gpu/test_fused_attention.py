@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphspec.kernels import chunk_attention, tree_attention
+from graphspec.kernels.attention import chunk_attention, tree_attention
+from graphspec.kernels.attention.tree_attention import poison_unseen, random_pool, visible_slots
 from graphspec.kernels.op import KernelOp
-from graphspec.kernels.tree_attention import poison_unseen, random_pool, visible_slots
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from graphspec.kernels.fused.launch import semaphores
-from graphspec.kernels.fused.linear import fused_linear, linear, linear_summed
-from graphspec.kernels.fused.linear_choice import LinearShape, LinearTable, candidates
-from graphspec.kernels.fused.linear_tune import tune
-from graphspec.kernels.linear import linear as reference
+from graphspec.kernels.linear.fused.linear import fused_linear, linear, linear_summed
+from graphspec.kernels.linear.fused.linear_choice import LinearShape, LinearTable, candidates
+from graphspec.kernels.linear.fused.linear_tune import tune
+from graphspec.kernels.linear.linear import linear as reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

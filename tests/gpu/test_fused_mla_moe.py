@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphspec.kernels.fused import latent_attention as fused_attention
-from graphspec.kernels.fused import latent_kv_write as fused_write
-from graphspec.kernels.fused import moe_mlp as fused_mlp
-from graphspec.kernels.fused import moe_route as fused_route
-from graphspec.kernels.latent_attention import latent_attention
-from graphspec.kernels.latent_chunk_attention import latent_chunk_attention
-from graphspec.kernels.latent_kv_write import latent_kv_write
-from graphspec.kernels.moe_mlp import moe_mlp
-from graphspec.kernels.moe_route import moe_route
+from graphspec.kernels.attention.fused import latent_attention as fused_attention
+from graphspec.kernels.attention.fused import latent_kv_write as fused_write
+from graphspec.kernels.attention.latent_attention import latent_attention
+from graphspec.kernels.attention.latent_chunk_attention import latent_chunk_attention
+from graphspec.kernels.attention.latent_kv_write import latent_kv_write
+from graphspec.kernels.linear.fused import moe_mlp as fused_mlp
+from graphspec.kernels.linear.fused import moe_route as fused_route
+from graphspec.kernels.linear.moe_mlp import moe_mlp
+from graphspec.kernels.linear.moe_route import moe_route
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

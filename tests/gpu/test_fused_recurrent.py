@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from graphspec.kernels import OPS, KernelOp
-from graphspec.kernels.ssm_rule import random_ssm
-from graphspec.kernels.state_cases import random_ancestors, random_tokens
+from graphspec.kernels.recurrent.ssm_rule import random_ssm
+from graphspec.kernels.recurrent.state_cases import random_ancestors, random_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

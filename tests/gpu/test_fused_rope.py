@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphspec.kernels import rope_kv_write
-from graphspec.kernels.rope_kv_write import OP
+from graphspec.kernels.attention import rope_kv_write
+from graphspec.kernels.attention.rope_kv_write import OP
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from graphspec.kernels import OPS
-from graphspec.kernels.filter_logits import filter_logits
-from graphspec.kernels.noise import BELOW_ONE, counter_hash, gumbel_noise
-from graphspec.kernels.shard_topk import merge_shards, pack_shard
+from graphspec.kernels.sampling.filter_logits import filter_logits
+from graphspec.kernels.sampling.noise import BELOW_ONE, counter_hash, gumbel_noise
+from graphspec.kernels.tree.shard_topk import merge_shards, pack_shard
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from graphspec.kernels import OPS
-from graphspec.kernels.commit_rows import commit_case
 from graphspec.kernels.op import KernelOp
+from graphspec.kernels.tree.commit_rows import commit_case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

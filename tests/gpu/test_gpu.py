@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphspec.engine.folders import model_folder
-from graphspec.engine.llm import LLM
+from graphspec.api.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import CaptureError
+from graphspec.facts.folders import model_folder
 from graphspec.graphs.capture import Captured
 from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.programs import Key, PrefillKey

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphspec.engine.llm import LLM
+from graphspec.api.llm import LLM
 from graphspec.lab.measure import programmatic
 from tests.gpu import limits
 

@@ -12,9 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphspec.acceptance import resolve_accept
-from graphspec.buffers import Status, Views
-from graphspec.config import AcceptConfig, VariantConfig
+from graphspec.config.schema import AcceptConfig, VariantConfig
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import ConfigError
 from graphspec.graphs.stages import acceptance_rules, sampling
@@ -22,8 +20,10 @@ from graphspec.graphs.stages.accept import Accept
 from graphspec.graphs.stages.sampling import COIN_STREAM, DRAFT_STREAM, RESIDUAL_STREAM, DraftSampler, coins
 from graphspec.kernels import select_kernels
 from graphspec.kernels.groups import Candidates
-from graphspec.kernels.marginal_pool import marginal_pool
-from graphspec.kernels.tree_build import tree_build
+from graphspec.kernels.tree.marginal_pool import marginal_pool
+from graphspec.kernels.tree.tree_build import tree_build
+from graphspec.plan.acceptance import resolve_accept
+from graphspec.plan.buffers import Status, Views
 from graphspec.shapes import PLAIN, CycleShape, SamplingClass
 from tests.support.engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts
 

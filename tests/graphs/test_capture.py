@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from graphspec.buffers import Status
 from graphspec.drafters.ngram_trie.proposer import TrieProposer
 from graphspec.engine.request import Request, SamplingParams, sampling_class
 from graphspec.engine.scheduler import Scheduler
@@ -28,7 +27,8 @@ from graphspec.graphs.programs import Key, PrefillKey, describe, prefill_keys, t
 from graphspec.graphs.stages.mailbox import Message
 from graphspec.graphs.stages.stage import Stage
 from graphspec.kernels import select_kernels
-from graphspec.plan import Plan
+from graphspec.plan.buffers import Status
+from graphspec.plan.plan import Plan
 from graphspec.shapes import GREEDY, SAMPLED, GraphKey, SamplingClass
 from tests.support.tape import Tape, TapeCapturer
 from tests.support.tiny import STRUCTURES, same_bits, structure_plan, tiny_networks

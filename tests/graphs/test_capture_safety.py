@@ -17,8 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphspec.buffers import Arena, Views
-from graphspec.config import AdaptiveConfig
+from graphspec.config.schema import AdaptiveConfig
 from graphspec.graphs.capture import Capturer
 from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.programs import Key, PrefillKey, prefill_keys, program_stages
@@ -26,7 +25,8 @@ from graphspec.graphs.stages.mailbox import Chunk, Join, MailLayout, Message
 from graphspec.graphs.stages.stage import HostStage, Stage
 from graphspec.kernels import select_kernels
 from graphspec.models.layers import use_kernels
-from graphspec.plan import Plan
+from graphspec.plan.buffers import Arena, Views
+from graphspec.plan.plan import Plan
 from graphspec.shapes import GREEDY, SAMPLED, GraphKey, SamplingClass
 from tests.support.fake_cuda import FixedOrder, HostTrafficError, NoHostTraffic, UnorderedSumError, load_cuda_guard, tensors
 from tests.support.tiny import HYBRIDS, OTHERS, SHAPES, STRUCTURES, move, same_bits, structure_plan, tiny_networks, tiny_plan

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphspec import native_build
 from graphspec.errors import ResourceError
 from graphspec.graphs import compile as compile_module
 from graphspec.graphs.compile import Region, compile_stages
+from graphspec.host import native_build
 from tests.support.engines import mirror_pair
 
 

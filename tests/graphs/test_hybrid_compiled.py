@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from graphspec.engine.llm import SamplingParams
+from graphspec.api.llm import SamplingParams
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.engines import TREE, ids, prompts, random_pair
 from tests.support.hybrid_checkpoints import build_hybrid

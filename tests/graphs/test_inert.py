@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from graphspec.buffers import POISON, Status
-from graphspec.engine.llm import SamplingParams
+from graphspec.api.llm import SamplingParams
 from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.programs import Key
 from graphspec.graphs.stages.mailbox import Message
+from graphspec.plan.buffers import POISON, Status
 from graphspec.shapes import GraphKey
 from tests.support.engines import CHAIN, TREE, Pair, Watched, idle_rows, ids, mirror_pair, prompts, watch_schedulers
 

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphspec.buffers import Arena
 from graphspec.errors import ResourceError
 from graphspec.graphs.stages.counts import PromptCounts
 from graphspec.graphs.stages.mailbox import Chunk, Join, Mailbox, MailLayout, Message
 from graphspec.kernels import select_kernels
-from graphspec.plan import Plan
+from graphspec.plan.buffers import Arena
+from graphspec.plan.plan import Plan
 from graphspec.shapes import GREEDY, SamplingClass
 from tests.support.plans import plan as make
 

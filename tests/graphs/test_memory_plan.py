@@ -16,20 +16,20 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from graphspec.catalog import load_object
-from graphspec.config import Config, HardwareConfig, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.api import llm as llm_module
+from graphspec.api.llm import LLM, SamplingParams
+from graphspec.cli.inspect import memory_table
+from graphspec.config.catalog import load_object
+from graphspec.config.schema import Config, HardwareConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.drafters.eagle3.facts import read_eagle3_facts
-from graphspec.engine import llm as llm_module
-from graphspec.engine.folders import model_folder
-from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.errors import ConfigError, spell_bytes
 from graphspec.facts import read_model_facts
+from graphspec.facts.folders import model_folder
 from graphspec.graphs import memory as memory_module
 from graphspec.graphs.memory import GIB, MemoryLine, MemoryPlan, available_bytes, fit_memory, parameter_bytes, plan_memory
 from graphspec.models.checkpoint import Checkpoint
-from graphspec.plan import make_plan
+from graphspec.plan.plan import make_plan
 from graphspec.shapes import SamplingClass
-from graphspec.show.inspect import memory_table
 from tests.support.engines import CHAIN, TREE, Pair, mirror_pair, prompts
 from tests.support.shapes_8b import llama_8b
 from tests.support.tiny import draft_facts

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from graphspec.buffers import Arena
-from graphspec.config import Config, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.config.schema import Config, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.facts import DraftFacts
 from graphspec.facts.families import find_family
 from graphspec.graphs.programs import Key, PrefillKey, program_stages
@@ -22,7 +21,8 @@ from graphspec.kernels import select_kernels
 from graphspec.kernels.collectives import Comm, DeviceComm, OrderedComm
 from graphspec.lab.predict.ranks import sums_of
 from graphspec.models.layers import join_ranks, use_kernels
-from graphspec.plan import Plan, make_plan
+from graphspec.plan.buffers import Arena
+from graphspec.plan.plan import Plan, make_plan
 from graphspec.shapes import GREEDY, SAMPLED, SamplingClass
 from tests.support.fake_cuda import NoHostTraffic, load_cuda_guard
 from tests.support.tiny import draft_facts, hybrid_facts, latent_facts, mamba_facts, model_facts, move, tiny_networks

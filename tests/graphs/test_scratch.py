@@ -13,8 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from graphspec.buffers import Arena
-from graphspec.config import Config, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.config.schema import Config, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.drafters.eagle3.network import Eagle3Draft
 from graphspec.graphs import scratch
 from graphspec.graphs.memory import plan_memory
@@ -22,9 +21,10 @@ from graphspec.graphs.programs import Key, PrefillKey, prefill_keys, program_sta
 from graphspec.graphs.scratch import kernel_scratch, scratch_of
 from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.kernels import select_kernels
+from graphspec.models.decoder import Decoder
 from graphspec.models.layers import use_kernels
-from graphspec.models.llama import LlamaModel
-from graphspec.plan import Plan, make_plan
+from graphspec.plan.buffers import Arena
+from graphspec.plan.plan import Plan, make_plan
 from graphspec.shapes import SamplingClass
 from tests.support.codegen import pretended_gpu
 from tests.support.fake_cuda import load_cuda_guard
@@ -120,7 +120,7 @@ def test_an_8b_model(shape: tuple[int, int, int]) -> None:
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
         try:
-            networks = LlamaModel(plan.target, plan.tap_layers, plan.max_positions), Eagle3Draft(head, plan.max_positions)
+            networks = Decoder(plan.target, plan.tap_layers, plan.max_positions), Eagle3Draft(head, plan.max_positions)
         finally:
             torch.set_default_dtype(before)
         calls = calls_of(plan, networks)
@@ -153,7 +153,7 @@ def test_latent_rows_and_experts(heads: int) -> None:
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
         try:
-            network = LlamaModel(plan.target, plan.tap_layers, plan.max_positions)
+            network = Decoder(plan.target, plan.tap_layers, plan.max_positions)
         finally:
             torch.set_default_dtype(before)
         calls = calls_of(plan, (network, None))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from graphspec import LLM, SamplingParams
-from graphspec.kernels.linear import hidden_of
+from graphspec.kernels.linear.linear import hidden_of
 from tests.support.checkpoints import build_hf, eagle3_tensors, write_eagle3, write_hf
 from tests.support.depths import RandomDepth
 from tests.support.engines import CHAIN, ids, prompts

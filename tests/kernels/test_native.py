@@ -12,8 +12,8 @@ from torch import Tensor
 
 from graphspec.errors import ConfigError, ResourceError
 from graphspec.kernels import native, resolve, select_kernels
+from graphspec.kernels.attention.tree_attention import random_pool
 from graphspec.kernels.native import build as native_build
-from graphspec.kernels.tree_attention import random_pool
 from graphspec.models.layers import Linear
 
 HEADS, GROUPS, DIM = 6, 2, 20

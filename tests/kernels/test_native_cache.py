@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from graphspec import native_build
 from graphspec.drafters.ngram_trie import trie
 from graphspec.errors import ResourceError
-from graphspec.native_build import SharedLibrary, cache_folder, check_trusted
+from graphspec.host import native_build
+from graphspec.host.native_build import SharedLibrary, cache_folder, check_trusted
 
 ANSWER = 'extern "C" int answer() {{ return {0}; }}\n'
 

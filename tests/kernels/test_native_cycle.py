@@ -7,9 +7,10 @@ import torch
 
 from graphspec.errors import ConfigError
 from graphspec.graphs import programs
-from graphspec.kernels import ATTENTION_OPS, OPS, draft_topk, select_kernels
+from graphspec.kernels import ATTENTION_OPS, OPS, select_kernels
 from graphspec.kernels.native import cycle
 from graphspec.kernels.threads import team_threads, torch_loops
+from graphspec.kernels.tree import draft_topk
 
 WHOLE = tuple(op.name for op in OPS if "native" in op.implementations and op.name not in (*ATTENTION_OPS, "linear"))
 
@@ -84,3 +85,28 @@ def test_a_prompt_is_read_with_one_thread_around_the_team(monkeypatch: pytest.Mo
     for threads in (None, 1):
         programs.Program([stage], None, compiled=False, threads=threads)()
     assert found == [(3, 3), (1, 3)]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_filters_keep_the_tokens_of_the_reference(seed: int) -> None:
+    """Vocabularies of many buckets, ties, flat and steep distributions, rows without a finite logit, thresholds at both ends."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(values: list[float], count: int) -> torch.Tensor:
+        return torch.tensor(values)[torch.randint(0, len(values), (count,), generator=generator)]
+
+    vocab, lanes, rows = [1, 7, 33, 1000, 5000][seed % 5], 4, 2
+    logits = torch.randn(lanes, rows, vocab, generator=generator) * pick([0.1, 3.0, 20.0], 1)
+    logits = logits.round(decimals=1) if seed % 3 == 0 else logits
+    logits[torch.rand(logits.shape, generator=generator) < 0.05] = -torch.inf
+    logits[0, 0, :] = torch.nan if seed % 2 else -torch.inf
+    case = {
+        "logits_BTV": logits,
+        "temperature_B": pick([0.7, 0.0, 1e-3, 2.0**-126, 1.6, 100.0], lanes),
+        "top_k_B": torch.randint(-1, vocab + 2, (lanes,), generator=generator),
+        "top_p_B": pick([0.01, 0.3, 0.9, 0.999, 1.0], lanes),
+        "min_p_B": pick([0.0, 0.05, 1.0], lanes),
+    }
+    op = next(op for op in OPS if op.name == "filter_logits")
+    native, reference = (op.call(op.implementation(name), case) for name in ("native", "reference"))
+    assert torch.equal(native.nan_to_num(7.0), reference.nan_to_num(7.0))

@@ -29,10 +29,10 @@ from graphspec.drafters.standalone.network import StandaloneDraft
 from graphspec.facts import ModelFacts, RopeFacts
 from graphspec.facts.families import LLAMA
 from graphspec.kernels import native, select_kernels
-from graphspec.kernels.tree_attention import poison_unseen, visible_slots
+from graphspec.kernels.attention.tree_attention import poison_unseen, visible_slots
 from graphspec.models.attention import ChunkAttention, TreeAttention
+from graphspec.models.decoder import Decoder
 from graphspec.models.layers import Linear
-from graphspec.models.llama import LlamaModel
 from graphspec.models.stack import pack_network
 from tests.support.engines import mirror_pair
 from tests.support.moe_checkpoints import write_mixture
@@ -160,7 +160,7 @@ def wide(network: nn.Module, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize(("family", "shift"), [*((family, 0) for family in FAMILIES), ("llama", 1), ("mistral", 1)])
 def test_a_target_equals_its_reference(family: str, shift: int, tree: bool) -> None:
     model = facts(**FAMILIES[family])
-    network = fill(LlamaModel(model, (0, 2, 3), 64))  # the last one's output too
+    network = fill(Decoder(model, (0, 2, 3), 64))  # the last one's output too
     ours, at = packed(network), scene(model, tree=tree, shift=shift)
 
     def kept(hidden: Tensor, taps: Tensor, pool: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ def test_a_draft_equals_its_reference(name: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral, as wide as a tree", "gated, a part rotated", "odd sizes"])
 def test_a_row_has_the_same_bits_alone_in_a_tree_in_a_chunk_and_in_any_batch(family: str) -> None:
     model = facts(**FAMILIES[family])
-    ours = packed(fill(LlamaModel(model, (1,), 64)))
+    ours = packed(fill(Decoder(model, (1,), 64)))
     results = []
     for count in (1, 2, 4):
         torch.set_num_threads(count)
@@ -265,7 +265,7 @@ def test_a_weight_with_one_other_value_stays_in_float32() -> None:
 @pytest.mark.parametrize("tree", [True, False], ids=["tree", "chunk"])
 def test_unseen_slots_may_hold_nan(tree: bool) -> None:
     model = facts()
-    ours, at = packed(fill(LlamaModel(model, (), 64))), scene(facts(), tree=tree)
+    ours, at = packed(fill(Decoder(model, (), 64))), scene(facts(), tree=tree)
     expected = ours(at.token, at.attention()).hidden_BTH
     ends = at.end + (at.valid.sum(1) if not tree else 0)
     words = at.words if at.words is not None else torch.zeros(2, 7, 1, dtype=torch.int64)
@@ -276,7 +276,7 @@ def test_unseen_slots_may_hold_nan(tree: bool) -> None:
 def test_one_layer_of_a_stack_runs_by_itself() -> None:
     """As drafters do that exit early: they share the target's layers."""
     model = facts()
-    network = fill(LlamaModel(model, (1,), 64))
+    network = fill(Decoder(model, (1,), 64))
     ours, at = packed(network), scene(model, tree=True)
     x = torch.randn(2, 7, 48)
     rotation = network.rotary(at.position, at.position + 1)
@@ -290,10 +290,10 @@ def test_one_layer_of_a_stack_runs_by_itself() -> None:
 
 
 def test_networks_without_such_layers_say_why() -> None:
-    latent = fill(LlamaModel(latent_facts(), (), 64))
+    latent = fill(Decoder(latent_facts(), (), 64))
     assert pack_network(latent, PLAN) == "latent attention" and latent.stack is None
     mixture = latent_facts().experts
-    assert pack_network(LlamaModel(replace(model_facts(), experts=mixture), (), 64), PLAN) == "mixtures of experts"
+    assert pack_network(Decoder(replace(model_facts(), experts=mixture), (), 64), PLAN) == "mixtures of experts"
     assert pack_network(nn.Linear(2, 2), PLAN) == "a network of another package"
 
 
@@ -314,7 +314,7 @@ def test_an_engine_reports_the_path_of_its_networks(tmp_path: Path) -> None:
 
 def test_a_copy_has_weights_of_its_own() -> None:
     model = facts()
-    ours, at = packed(fill(LlamaModel(model, (), 64))), scene(facts(), tree=True)
+    ours, at = packed(fill(Decoder(model, (), 64))), scene(facts(), tree=True)
     expected = ours(at.token, at.attention()).hidden_BTH
     other = copy.deepcopy(ours)
     ours.stack.weights.zero_()
@@ -326,7 +326,7 @@ def test_a_copy_has_weights_of_its_own() -> None:
 def test_threads_with_networks_of_their_own_run_side_by_side() -> None:
     torch.set_num_threads(2)
     model = facts()
-    ours, at = packed(fill(LlamaModel(model, (), 64))), scene(facts(), tree=True, tokens=33)
+    ours, at = packed(fill(Decoder(model, (), 64))), scene(facts(), tree=True, tokens=33)
     expected = ours(at.token, at.attention()).hidden_BTH
     wrong: list[int] = []
 
@@ -399,7 +399,7 @@ def test_compiled_passes_write_their_pool_in_place_and_in_order() -> None:
     """Two passes in one region, the second over what the first wrote: one op each, and no copy of the pool."""
     from torch._inductor.utils import run_and_get_code
 
-    network = fill(LlamaModel(facts(), (1,), 64))
+    network = fill(Decoder(facts(), (1,), 64))
     ours, at = packed(network), scene(facts(), tree=True)
     kernels = select_kernels("reference", "reference", "cpu")
     later = replace(at, end=at.end + 6, position=at.position + 6, slot=at.slot + 6)

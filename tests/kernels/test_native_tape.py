@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphspec.buffers import Views
 from graphspec.errors import ConfigError
 from graphspec.graphs.compile import Region
 from graphspec.graphs.programs import Program
@@ -18,6 +17,7 @@ from graphspec.kernels.native.call import copy
 from graphspec.kernels.native.record import record
 from graphspec.kernels.native.tape import Calls, Tape
 from graphspec.kernels.registry import KernelSet
+from graphspec.plan.buffers import Views
 
 KERNELS = select_kernels("compiled", "auto", "cpu")
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphspec.kernels.ngram_match import match_rows
-from graphspec.kernels.tree_build import tree_build
+from graphspec.kernels.tree.ngram_match import match_rows
+from graphspec.kernels.tree.tree_build import tree_build
 
 Path = tuple[int, ...]
 Entry = tuple[float, int, int]

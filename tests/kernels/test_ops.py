@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphspec.errors import ConfigError
 from graphspec.kernels import OPS, KernelOp, select_kernels
-from graphspec.kernels.noise import counter_hash, gumbel_noise, mix32
-from graphspec.kernels.topk import stable_topk
-from graphspec.kernels.tree_attention import visible_slots
+from graphspec.kernels.attention.tree_attention import visible_slots
+from graphspec.kernels.sampling.noise import counter_hash, gumbel_noise, mix32
+from graphspec.kernels.sampling.topk import stable_topk
 from tests.support.fake_cuda import NoHostTraffic, load_cuda_guard
 from tests.support.interpreter import interpreter_warnings
 
@@ -330,7 +330,7 @@ def test_noise_is_gumbel() -> None:
 
 
 def test_noise_is_finite_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    import graphspec.kernels.noise as module
+    import graphspec.kernels.sampling.noise as module
 
     ends = torch.tensor([[[0, 1, 0xFFFFFFFF, 0xFFFFFFFE, 0xFFFFFF00]]])
     monkeypatch.setattr(module, "counter_hash", lambda *_: ends)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from graphspec.errors import ConfigError
 from graphspec.kernels import OPS
-from graphspec.kernels.conv_shift import conv_shift
-from graphspec.kernels.state_cases import random_ancestors, random_tokens
-from graphspec.kernels.state_tokens import ancestor_matrix
-from graphspec.kernels.tree_conv import tree_conv
+from graphspec.kernels.recurrent.conv_shift import conv_shift
+from graphspec.kernels.recurrent.state_cases import random_ancestors, random_tokens
+from graphspec.kernels.recurrent.state_tokens import ancestor_matrix
+from graphspec.kernels.recurrent.tree_conv import tree_conv
 from tests.support.tiny import same_bits
 
 BY_NAME = {op.name: op for op in OPS}
@@ -394,7 +394,7 @@ def test_convolution_of_a_part_of_wider_rows(op: Op) -> None:
 @pytest.mark.kernels
 def test_a_part_of_wider_rows_is_not_copied() -> None:
     from graphspec.kernels.fused.launch import recording
-    from graphspec.kernels.fused.tree_conv import tree_conv as launcher
+    from graphspec.kernels.recurrent.fused.tree_conv import tree_conv as launcher
 
     for lanes, nodes in ((LANES, 9), (1, 9), (LANES, 1)):
         case = {**conv_case(2, 9), "input_BTE": torch.zeros(lanes, nodes, 12)[..., 3:8]}

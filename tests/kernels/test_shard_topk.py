@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from graphspec.kernels.draft_topk import draft_topk
-from graphspec.kernels.noise import gumbel_noise
-from graphspec.kernels.sample_tokens import sample_tokens
-from graphspec.kernels.shard_topk import merge_shards, pack_shard, shard_topk
-from graphspec.kernels.topk import stable_topk
+from graphspec.kernels.sampling.noise import gumbel_noise
+from graphspec.kernels.sampling.sample_tokens import sample_tokens
+from graphspec.kernels.sampling.topk import stable_topk
+from graphspec.kernels.tree.draft_topk import draft_topk
+from graphspec.kernels.tree.shard_topk import merge_shards, pack_shard, shard_topk
 
 LANES, ROWS = 3, 4
 

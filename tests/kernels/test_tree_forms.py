@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphspec.errors import ConfigError
-from graphspec.kernels.tree_build import candidate_pool, tree_build
+from graphspec.kernels.tree.tree_build import candidate_pool, tree_build
 from tests.support.tree_forms import (
     TreeMaskMode,
     depths_from_parents,

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graphspec.kernels.kv_move import OP as KV_MOVE
-from graphspec.kernels.kv_move import kv_move
-from graphspec.kernels.tree_build import candidate_pool, causal_words, tree_build
-from graphspec.kernels.tree_walk import tree_walk
+from graphspec.kernels.attention.kv_move import OP as KV_MOVE
+from graphspec.kernels.attention.kv_move import kv_move
+from graphspec.kernels.tree.tree_build import candidate_pool, causal_words, tree_build
+from graphspec.kernels.tree.tree_walk import tree_walk
 from tests.support.tree_forms import links_from_parents
 
 Node = tuple[int, int, int, set[int]]

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from graphspec.command_options import LaunchConfig, ProfileConfig, WorkloadConfig
-from graphspec.config import SamplingConfig
+from graphspec.config.command_options import LaunchConfig, ProfileConfig, WorkloadConfig
+from graphspec.config.schema import SamplingConfig
 from graphspec.errors import ConfigError, ResourceError
 from graphspec.lab.measure.api_side import ApiSide, Server, StreamReader
 from graphspec.lab.measure.metrics import Timeline

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphspec.catalog import resolve_variant
-from graphspec.compose import load_config
-from graphspec.config import VariantConfig
-from graphspec.engine.llm import LLM
+from graphspec.api.llm import LLM
+from graphspec.config.catalog import resolve_variant
+from graphspec.config.compose import load_config
+from graphspec.config.schema import VariantConfig
 from graphspec.errors import ConfigError
 from graphspec.facts import ModelFacts
 from graphspec.facts.families import QWEN3_5
@@ -22,7 +22,7 @@ from graphspec.graphs.memory import parameter_bytes, plan_memory
 from graphspec.lab.floor import FloorModel, Hardware, StageCost, build_target, distinct_experts, kv_bytes_per_token
 from graphspec.lab.predict.capacity import packs_weights
 from graphspec.lab.predict.model_pair import read_model_pair, shape_names
-from graphspec.plan import make_plan
+from graphspec.plan.plan import make_plan
 from graphspec.shapes import PLAIN, CycleShape
 from tests.support.plans import draft_facts, model_facts
 

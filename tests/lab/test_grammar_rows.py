@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from graphspec.command_options import LaunchConfig, ProfileConfig, WorkloadConfig
-from graphspec.config import AcceptConfig, RuntimeConfig, VariantConfig
+from graphspec.config.command_options import LaunchConfig, ProfileConfig, WorkloadConfig
+from graphspec.config.schema import AcceptConfig, RuntimeConfig, VariantConfig
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import ConfigError, ResourceError
 from graphspec.lab.measure import compare, profile

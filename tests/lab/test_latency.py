@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from graphspec.catalog import resolve_variant
-from graphspec.command_options import LaunchConfig
-from graphspec.config import KernelsConfig
+from graphspec.config.catalog import resolve_variant
+from graphspec.config.command_options import LaunchConfig
+from graphspec.config.schema import KernelsConfig
 from graphspec.kernels import OPS
 from graphspec.kernels.fused.hopper import resident
 from graphspec.kernels.fused.launch import launcher
@@ -112,7 +112,7 @@ def test_work_is_described_for_kernels_that_exist(hybrid: str) -> None:
     seen = {step.kernel for args in (*engines, (hybrid, "ngram", TREE)) for step in steps_of(*args)}
     filters = {"peaks", "histogram", "kth_largest", "least"}
     assert set(WORK) - seen - filters <= {LIBRARY}
-    from graphspec.kernels.fused import _thresholds
+    from graphspec.kernels.sampling.fused import _thresholds
 
     assert all(hasattr(_thresholds, f"_{name}") for name in filters)
 

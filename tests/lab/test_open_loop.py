@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from graphspec.command_options import LaunchConfig, WorkloadConfig
+from graphspec.config.command_options import LaunchConfig, WorkloadConfig
 from graphspec.errors import ConfigError
 from graphspec.lab.measure import compare
 from graphspec.lab.measure.compare import Measured

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from jinja2 import UndefinedError
 
-from graphspec import cli
+from graphspec.cli import main as cli
 from graphspec.errors import ConfigError
 from graphspec.lab.report import page, tables
 from tests.support.report_page import STUB, WEB, Document, charts_of, render

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from graphspec.catalog import load_object, resolve_variant
-from graphspec.cli import main
-from graphspec.compose import load_config
+from graphspec.cli.main import main
+from graphspec.config.catalog import load_object, resolve_variant
+from graphspec.config.compose import load_config
 from graphspec.facts import read_model_facts
 from graphspec.lab.floor import FloorModel
 from graphspec.lab.predict.advice import candidate_shapes

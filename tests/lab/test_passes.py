@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from graphspec.catalog import resolve_variant
-from graphspec.cli import main
-from graphspec.compose import load_config
-from graphspec.engine.llm import LLM
+from graphspec.api.llm import LLM
+from graphspec.cli.main import main
+from graphspec.config.catalog import resolve_variant
+from graphspec.config.compose import load_config
 from graphspec.lab.floor import FloorModel, Hardware
 from graphspec.lab.predict import calibration
 from graphspec.lab.predict.advice import free_width, predict

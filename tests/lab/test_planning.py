@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphspec.catalog import resolve_variant
-from graphspec.cli import main
-from graphspec.compose import config_groups, load_config
+from graphspec.cli.main import main
+from graphspec.config.catalog import resolve_variant
+from graphspec.config.compose import config_groups, load_config
 from graphspec.errors import GraphspecError
 from graphspec.facts import read_model_facts
 from graphspec.lab.floor import FloorModel, Hardware

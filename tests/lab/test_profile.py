@@ -14,9 +14,9 @@ from typing import Any, Self
 
 import pytest
 
-from graphspec import cli
-from graphspec.command_options import LaunchConfig, ProfileConfig, WorkloadConfig
-from graphspec.config import RuntimeConfig
+from graphspec.cli import main as cli
+from graphspec.config.command_options import LaunchConfig, ProfileConfig, WorkloadConfig
+from graphspec.config.schema import RuntimeConfig
 from graphspec.errors import ConfigError, GraphspecError, ResourceError
 from graphspec.lab.measure import compare, profile
 from graphspec.lab.measure.compare import Measured

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Self
 import pytest
 import torch
 
-from graphspec.command_options import LaunchConfig, ProfileConfig
-from graphspec.config import AcceptConfig, SamplingConfig
-from graphspec.engine.llm import LLM
+from graphspec.api.llm import LLM
+from graphspec.config.command_options import LaunchConfig, ProfileConfig
+from graphspec.config.schema import AcceptConfig, SamplingConfig
 from graphspec.errors import ConfigError, ResourceError
 from graphspec.lab.measure import compare, profile
 from graphspec.lab.measure.compare import Bench, Measured, Schedule
@@ -25,7 +25,7 @@ from graphspec.lab.measure.selfcheck import ComparingReplay, check_runtime
 from graphspec.lab.measure.sides import SideConfig, plain_config, sides_of
 from graphspec.lab.measure.stages import Probe, kernel_timeline, summarise_kernels
 from graphspec.lab.measure.trace import TRACKS, chrome_trace
-from graphspec.runtime import Runtime
+from graphspec.plan.runtime import Runtime
 from tests.support.engines import Pair, add_tokenizer, mirror_pair
 from tests.support.profile import launch
 
@@ -352,7 +352,7 @@ def test_the_runtime_is_checked_where_acceptance_is_forced(pair: Pair, monkeypat
 
     def diff(config: LaunchConfig, left: str, right: str, prompt: list[int], tokens: int) -> Any:
         compared.append((left, right))
-        from graphspec.engine.diff import DiffReport
+        from graphspec.api.diff import DiffReport
 
         return DiffReport(False, 3, 2, "verify", "logits_BNV", "[0]: 1 against 2")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from graphspec.catalog import resolve_variant
-from graphspec.compose import load_config
+from graphspec.config.catalog import resolve_variant
+from graphspec.config.compose import load_config
 from graphspec.errors import ConfigError
 from graphspec.lab.predict.model_pair import read_model_pair
 from graphspec.lab.predict.plan import Advice, advise

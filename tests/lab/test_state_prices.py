@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from graphspec.cli import main
+from graphspec.cli.main import main
 
 from .test_planning import plan
 

@@ -13,11 +13,11 @@ from typing import Any, Self
 import pytest
 from rich.console import Console
 
-from graphspec.command_options import LaunchConfig, PlanningConfig, ProfileConfig, TuneConfig, WorkloadConfig
-from graphspec.compose import load_config
-from graphspec.config import AdaptiveConfig, Config, HardwareConfig, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.api.llm import LLM
+from graphspec.config.command_options import LaunchConfig, PlanningConfig, ProfileConfig, TuneConfig, WorkloadConfig
+from graphspec.config.compose import load_config
+from graphspec.config.schema import AdaptiveConfig, Config, HardwareConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.engine.depth import AdaptiveDepth
-from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import ConfigError, ResourceError
 from graphspec.lab.measure import compare

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from graphspec.cli import main
+from graphspec.cli.main import main
 from graphspec.drafters.convert import convert
 from graphspec.drafters.eagle.facts import read_eagle_facts
 from graphspec.drafters.eagle.loading import load_eagle

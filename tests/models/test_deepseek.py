@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from graphspec.buffers import declare_slots
-from graphspec.config import Config, ModelConfig, VariantConfig
+from graphspec.config.schema import Config, ModelConfig, VariantConfig
 from graphspec.drafters.mtp.facts import read_mtp_facts
 from graphspec.drafters.mtp.loading import load_mtp
 from graphspec.errors import CheckpointError
@@ -18,7 +17,8 @@ from graphspec.kernels import select_kernels
 from graphspec.kernels.formulas import Rotation
 from graphspec.models.attention import LatentTransform, TreeAttention
 from graphspec.models.target import load_target
-from graphspec.plan import make_plan
+from graphspec.plan.buffers import declare_slots
+from graphspec.plan.plan import make_plan
 from graphspec.shapes import CycleShape
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, edit_json, edit_tensors, write_folder, write_hf
 from tests.support.moe_checkpoints import HIDDEN, LAYERS, YARN, HeadOfTransformers, add_heads, build_mixture, head_tensors, write_mixture

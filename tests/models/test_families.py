@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = """
 from graphspec.facts.families import Family
-from graphspec.layouts import SPLIT_LAYOUT, Layout
+from graphspec.facts.layouts import SPLIT_LAYOUT, Layout
 
 BACKBONE = Family(
     name="backbone",

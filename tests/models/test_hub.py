@@ -13,10 +13,11 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 
-from graphspec import LLM, SamplingParams, cli, load_config
-from graphspec.catalog import resolve_variant
+from graphspec import LLM, SamplingParams, load_config
+from graphspec.cli import main as cli
+from graphspec.config.catalog import resolve_variant
 from graphspec.errors import ConfigError
-from graphspec.hub import checkpoint_folder, is_hub_id, pinned
+from graphspec.facts.hub import checkpoint_folder, is_hub_id, pinned
 from graphspec.lab.predict.model_pair import read_model_pair
 from tests.support.engines import CHAIN, SMALL, Pair, add_tokenizer, mirror_pair
 

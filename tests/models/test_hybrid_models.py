@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from graphspec.buffers import declare_slots, plan_sizes
-from graphspec.config import Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.config.schema import Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.facts import ModelFacts, read_model_facts
 from graphspec.facts.keys import Keys
@@ -22,7 +21,8 @@ from graphspec.kernels import select_kernels
 from graphspec.models.recurrence import RecurrentStates, RunRecurrence
 from graphspec.models.recurrent_net import RecurrentNet
 from graphspec.models.target import load_target
-from graphspec.plan import make_plan
+from graphspec.plan.buffers import declare_slots, plan_sizes
+from graphspec.plan.plan import make_plan
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, edit_json, write_hf
 from tests.support.hybrid_checkpoints import build_hybrid
 from tests.support.tiny import model_facts

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from graphspec.buffers import declare_slots
-from graphspec.config import Config, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.config.schema import Config, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.errors import ConfigError
 from graphspec.facts import ModelFacts, read_model_facts
 from graphspec.graphs.memory import plan_memory
@@ -20,7 +19,8 @@ from graphspec.lab.predict.ranks import sums_of
 from graphspec.models.layers import join_ranks
 from graphspec.models.recurrence import RecurrentStates, RunRecurrence
 from graphspec.models.target import load_target
-from graphspec.plan import make_plan
+from graphspec.plan.buffers import declare_slots
+from graphspec.plan.plan import make_plan
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, write_hf
 from tests.support.hybrid_checkpoints import build_hybrid
 from tests.support.rank_threads import ThreadComm, count_numbers_read, together

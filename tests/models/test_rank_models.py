@@ -14,8 +14,8 @@ from graphspec.errors import ConfigError
 from graphspec.facts import read_model_facts
 from graphspec.facts.sharding import Shard, sharding_of
 from graphspec.lab.predict.ranks import sums_of
+from graphspec.models.decoder import Decoder
 from graphspec.models.layers import join_ranks
-from graphspec.models.llama import LlamaModel
 from graphspec.models.target import load_target
 from graphspec.models.vocabulary import VocabParallelLinear
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, build_hf, write_hf
@@ -190,5 +190,5 @@ def test_one_rank_holds_the_model_as_it_was(tmp_path: Path) -> None:
     facts = read_model_facts(tmp_path)
     assert facts.of_rank(0, 1) is facts
     with torch.device("meta"):
-        kinds = {type(module).__name__ for module in LlamaModel(facts).modules()}
+        kinds = {type(module).__name__ for module in Decoder(facts).modules()}
     assert not kinds & {"RowParallelLinear", "VocabParallelLinear", "VocabParallelEmbedding"}

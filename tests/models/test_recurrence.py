@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from graphspec.kernels import select_kernels
+from graphspec.kernels.recurrent.state_cases import random_ancestors
+from graphspec.kernels.recurrent.state_tokens import ancestor_matrix
 from graphspec.kernels.registry import KernelSet
-from graphspec.kernels.state_cases import random_ancestors
-from graphspec.kernels.state_tokens import ancestor_matrix
 from graphspec.models.recurrence import (
     GATED_DELTA_RULE,
     Convolution,

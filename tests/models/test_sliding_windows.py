@@ -9,7 +9,7 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 
 from graphspec.kernels import select_kernels
 from graphspec.kernels.formulas import Rotation
-from graphspec.kernels.tree_build import causal_words
+from graphspec.kernels.tree.tree_build import causal_words
 from graphspec.models.attention import ChunkAttention, HeadTransform, TreeAttention
 
 LENGTH, WINDOW, PAGE = 12, 4, 4

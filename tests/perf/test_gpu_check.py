@@ -16,8 +16,8 @@ from typing import Any, Self
 import pytest
 import torch
 
-from graphspec.engine import llm as llm_module
-from graphspec.engine.llm import LLM
+from graphspec.api import llm as llm_module
+from graphspec.api.llm import LLM
 from graphspec.errors import ResourceError
 from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.stages.mailbox import Message

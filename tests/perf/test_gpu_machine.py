@@ -22,7 +22,7 @@ import importlib, pkgutil, sys
 import perf.gpu
 for found in pkgutil.iter_modules(perf.gpu.__path__):
     importlib.import_module(f"perf.gpu.{found.name}")
-for name in ("perf.gpu_check", "perf.speed", "graphspec.engine.llm", "graphspec.lab.measure.programmatic", "tests.gpu.smallest"):
+for name in ("perf.gpu_check", "perf.speed", "graphspec.api.llm", "graphspec.lab.measure.programmatic", "tests.gpu.smallest"):
     importlib.import_module(name)
 for name in ("hydra", "omegaconf", "platformdirs", "rich", "pydantic", "xgrammar"):
     assert importlib.util.find_spec(name) is None, f"{name} is here: this shows nothing"

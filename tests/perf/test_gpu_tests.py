@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch.utils._device import _device_constructors
 
-from graphspec.config import Config
+from graphspec.api import llm as llm_module
+from graphspec.api.llm import LLM
+from graphspec.config.schema import Config
 from graphspec.engine import kernel_choice
-from graphspec.engine import llm as llm_module
-from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.graphs import cycle as cycle_module
-from graphspec.plan import Plan, make_plan
-from graphspec.runtime import Runtime, resolve_runtime
+from graphspec.plan.plan import Plan, make_plan
+from graphspec.plan.runtime import Runtime, resolve_runtime
 from tests.gpu import test_gpu, test_gpu_capture
 from tests.support import tiny
 from tests.support.tape import Recorder, Tape, TapeCapturer

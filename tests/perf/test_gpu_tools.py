@@ -91,7 +91,7 @@ def test_the_floor_of_llama_8b_is_the_one_computed_by_hand(tmp_path: Path) -> No
 def _plan(bench: Bench, target: Path, draft: Path) -> Any:
     from graphspec.drafters.eagle3.facts import read_eagle3_facts
     from graphspec.facts import read_model_facts
-    from graphspec.plan import make_plan
+    from graphspec.plan.plan import make_plan
 
     facts = read_model_facts(target)
     config = Bench.config_of(bench.case, target, draft, "cuda", "captured")
@@ -102,11 +102,11 @@ def _networks(target: Path, draft: Path) -> Any:
     from graphspec.drafters.eagle3.facts import read_eagle3_facts
     from graphspec.drafters.eagle3.network import Eagle3Draft
     from graphspec.facts import read_model_facts
-    from graphspec.models.llama import LlamaModel
+    from graphspec.models.decoder import Decoder
 
     facts = read_model_facts(target)
     head = read_eagle3_facts(draft, facts)
-    model = LlamaModel(facts, head.tap_layers, 16).bfloat16()
+    model = Decoder(facts, head.tap_layers, 16).bfloat16()
     return model, Eagle3Draft(head, 16, embed_tokens=model.embed_tokens).bfloat16()
 
 

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from graphspec import LLM, SamplingParams
-from graphspec.config import Config
-from graphspec.engine.folders import DEMO, model_folder
+from graphspec.config.schema import Config
+from graphspec.facts.folders import DEMO, model_folder
 from graphspec.lab.measure import provenance
 from perf import depth_cost, gpu_check, speed
 from perf.gpu import machine, pack

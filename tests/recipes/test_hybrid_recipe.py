@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5ForCausalLM
 
 from graphspec import LLM, SamplingParams, load_config
-from graphspec.engine import folders
 from graphspec.errors import ConfigError
+from graphspec.facts import folders
 from graphspec.lab.predict.model_pair import config_folder
 from recipes.card import model_card
 from recipes.train_demo import REPOSITORY, Demo, main

@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from graphspec.catalog import all_variants
+from graphspec.config.catalog import all_variants
+from graphspec.config.train_options import TrainConfig
 from graphspec.errors import ConfigError
 from graphspec.train.draft import Recipe, draft_losses
 from graphspec.train.drafter import Target, load_target, network_of, trained_variants
 from graphspec.train.generate import continue_text, repetition
 from graphspec.train.optim import Optimizers
 from graphspec.train.target import build_target
-from graphspec.train_options import TrainConfig
 from recipes.card import model_card
 from recipes.train_demo import CONF, REPOSITORY, Demo, main
 from tests.support.drafts import HYBRID, load_draft, tiny_target

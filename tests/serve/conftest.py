@@ -12,7 +12,7 @@ from tests.support.serving import BOS, TEMPLATE, Served, serving
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from graphspec.engine.llm import LLM
+    from graphspec.api.llm import LLM
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from graphspec.config.server_options import ServerConfig
 from graphspec.errors import ConfigError
 from graphspec.serve.access import line
-from graphspec.server_options import ServerConfig
 from tests.support.serving import held_after_the_first_token, raw_post, serving, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from graphspec.engine.llm import LLM
+    from graphspec.api.llm import LLM
     from tests.support.serving import Served
 
 COMPLETIONS = "/v1/completions"

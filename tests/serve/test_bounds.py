@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from graphspec.engine.async_llm import THREADS
+from graphspec.api.async_llm import THREADS
 from graphspec.serve import app
 from graphspec.serve.bodies import MOST_VALUES, NESTED_SHARE, parse_json
 from graphspec.serve.errors import ApiError
@@ -19,7 +19,7 @@ from tests.support.engines import CHAIN
 from tests.support.serving import PATIENCE, raw_post, serving, wait_for
 
 if TYPE_CHECKING:
-    from graphspec.engine.llm import LLM
+    from graphspec.api.llm import LLM
     from tests.support.engines import Pair
     from tests.support.serving import Served
 
@@ -147,7 +147,7 @@ def test_a_prompt_that_is_refused_is_encoded_once(server: Served, llm: LLM, monk
 
 
 def test_a_text_that_can_not_fit_is_not_encoded(server: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphspec.engine.text_bounds._longest", lambda *_: 4)
+    monkeypatch.setattr("graphspec.text.bounds._longest", lambda *_: 4)
     for name in ("encode", "words"):
         monkeypatch.setattr(llm.tokenizer, name, lambda _: pytest.fail("encoded"))
     text = "w7 " * 4 * llm.plan.max_context

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from graphspec import SamplingParams
-from graphspec.engine import stops
-from graphspec.engine.text import Detokenizer
+from graphspec.api import stops
+from graphspec.text.tokenizer import Detokenizer
 
 if TYPE_CHECKING:
-    from graphspec.engine.llm import LLM
+    from graphspec.api.llm import LLM
     from tests.support.serving import Served
 
 PATH = "/v1/chat/completions"

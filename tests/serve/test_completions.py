@@ -17,7 +17,7 @@ from tests.support.serving import serving
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from graphspec.engine.llm import LLM
+    from graphspec.api.llm import LLM
     from tests.support.engines import Pair
     from tests.support.serving import Served
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from graphspec.engine.llm import LLM
+from graphspec.api.llm import LLM
 from graphspec.serve import app
 from tests.support.serving import PATIENCE, Served, raw_post, serving, wait_for
 

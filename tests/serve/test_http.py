@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from graphspec.config.server_options import ServerConfig
 from graphspec.errors import ConfigError
 from graphspec.serve.access import hosts_of
-from graphspec.server_options import ServerConfig
 from tests.support.serving import MODEL, Served, serving
 
 if TYPE_CHECKING:
-    from graphspec.engine.llm import LLM
+    from graphspec.api.llm import LLM
 
 COMPLETIONS = "/v1/completions"
 JSON = {"Content-Type": "application/json"}

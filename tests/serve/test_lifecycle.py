@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import pytest
 
+from graphspec.config.server_options import ServerConfig
 from graphspec.errors import ConfigError
 from graphspec.graphs.cycle import Cycle
 from graphspec.serve.http import bind
-from graphspec.server_options import ServerConfig
 from tests.support.engines import CHAIN
 from tests.support.serving import PATIENCE, Served, held_after_the_first_token, raw_post, serving, wait_for
 
 if TYPE_CHECKING:
-    from graphspec.engine.llm import LLM
+    from graphspec.api.llm import LLM
     from tests.support.engines import Pair
 
 PATH = "/v1/completions"

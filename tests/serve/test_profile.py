@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from graphspec import cli
+from graphspec.cli import main as cli
 from graphspec.serve.limits import Keys
 from tests.support.serving import MODEL, serving
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from graphspec.engine.llm import LLM
+    from graphspec.api.llm import LLM
     from tests.support.engines import Pair
 
 REQUESTS, ROUNDS, TOKENS = 3, 2, 12

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from graphspec.engine.llm import LLM
+from graphspec.api.llm import LLM
 from graphspec.errors import ConfigError
 from graphspec.serve.limits import Keys
 from tests.support.engines import CHAIN, SMALL, mirror_pair

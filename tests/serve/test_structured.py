@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from graphspec import LLM, SamplingParams, Structured
-from graphspec.engine.llm import model_folder
+from graphspec.api.llm import model_folder
 from tests.support.serving import serving
 
 if TYPE_CHECKING:

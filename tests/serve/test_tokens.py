@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from graphspec.engine.request import SamplingParams, TokenLogprob
-from graphspec.engine.text import Tokenizer
 from graphspec.serve.tokens import CompletionLogprobs, chat_logprobs, key_of
+from graphspec.text.tokenizer import Tokenizer
 from tests.support.tokenizer_forms import write_form
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from graphspec.engine.grammar import compile_grammar
-from graphspec.engine.structured import Structured
+from graphspec.api.grammar import compile_grammar
 from graphspec.errors import RequestError
 from graphspec.serve.json_objects import ObjectScanner
 from graphspec.serve.tools import BEGIN, END, CallReader, read_tools
+from graphspec.text.structured import Structured
 from tests.engine.test_patterns import compiler
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"word": "a<b"}}\n</tool_call>'

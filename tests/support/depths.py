@@ -8,7 +8,7 @@ from typing import Any
 
 from graphspec.graphs.programs import Key
 from graphspec.graphs.stages.mailbox import Message
-from graphspec.plan import Plan
+from graphspec.plan.plan import Plan
 from graphspec.shapes import GraphKey
 
 

@@ -20,9 +20,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from graphspec.config.train_options import TrainConfig
 from graphspec.train.draft import Recipe
 from graphspec.train.drafter import Drafter, network_of
-from graphspec.train_options import TrainConfig
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),

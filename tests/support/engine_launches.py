@@ -16,21 +16,21 @@ import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graphspec.buffers import Arena
-from graphspec.catalog import load_object, resolve_variant
-from graphspec.config import AdaptiveConfig, Config, HardwareConfig, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.config.catalog import load_object, resolve_variant
+from graphspec.config.schema import AdaptiveConfig, Config, HardwareConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.drafters.eagle3.facts import Eagle3Facts
-from graphspec.engine.folders import model_folder
 from graphspec.facts import read_model_facts
+from graphspec.facts.folders import model_folder
 from graphspec.graphs.programs import Key, PrefillKey, describe, program_stages
 from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.kernels import select_kernels
 from graphspec.kernels.fused.aot import lowered, source_of
 from graphspec.kernels.fused.launch import Launch
 from graphspec.kernels.fused.races import merged
+from graphspec.models.decoder import Decoder
 from graphspec.models.layers import use_kernels
-from graphspec.models.llama import LlamaModel
-from graphspec.plan import Plan, make_plan
+from graphspec.plan.buffers import Arena
+from graphspec.plan.plan import Plan, make_plan
 from graphspec.shapes import GREEDY, SamplingClass
 from tests.support.fake_cuda import load_cuda_guard
 from tests.support.launches import operator_calls
@@ -85,7 +85,7 @@ def launches(plan: Plan) -> Iterator[tuple[str, Launch]]:
         before = torch.get_default_dtype()
         torch.set_default_dtype(getattr(torch, plan.dtype))
         try:
-            networks: list[Any] = [LlamaModel(plan.target, plan.tap_layers, plan.max_positions)]
+            networks: list[Any] = [Decoder(plan.target, plan.tap_layers, plan.max_positions)]
             networks += [NETWORKS[type(plan.draft)](plan.draft, plan.max_positions)] if plan.draft is not None else [None]
         finally:
             torch.set_default_dtype(before)

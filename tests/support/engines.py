@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from graphspec.buffers import Status
+from graphspec.api.llm import LLM
 from graphspec.engine import engine as engine_module
-from graphspec.engine.llm import LLM
 from graphspec.engine.scheduler import Scheduler
 from graphspec.graphs.cycle import Cycle
+from graphspec.plan.buffers import Status
 from tests.support.checkpoints import eagle3_tensors, write_eagle3, write_hf
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import pytest
     from torch import Tensor
 
-    from graphspec.engine.outputs import Output
+    from graphspec.api.outputs import Output
     from graphspec.engine.request import Request
 
 CHAIN = {"num_steps": 4, "topk": 1, "num_draft_tokens": 5}

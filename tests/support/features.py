@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from graphspec.catalog import VARIANTS
+from graphspec.config.catalog import VARIANTS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "features.md"
 HEAD = """# Features by variant

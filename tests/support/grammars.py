@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jsonschema
 
-from graphspec.engine.structured import Structured
+from graphspec.text.structured import Structured
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from graphspec.engine.calls import Call, Handle, InboxItem
+from graphspec.engine.driver import Call, Handle, InboxItem
 from graphspec.engine.engine import Engine
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graphspec.engine.llm import LLM
+from graphspec.api.llm import LLM
 from tests.support.checkpoints import VOCAB_SIZE, build_hf, eagle3_tensors, llama_config, publish_eagle3, write_folder, write_hf
 from tests.support.engines import SMALL, Pair
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphspec.buffers import Arena
-from graphspec.config import Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.config.schema import Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.drafters.standalone.facts import StandaloneFacts
 from graphspec.drafters.standalone.network import StandaloneDraft
 from graphspec.engine.request import Request, SamplingParams
@@ -19,15 +18,16 @@ from graphspec.engine.scheduler import Scheduler
 from graphspec.facts import LatentFacts, ModelFacts
 from graphspec.graphs.capture import ProgramCapturer
 from graphspec.graphs.cycle import Cycle
-from graphspec.kernels.chunk_attention import chunk_attention
+from graphspec.kernels.attention.chunk_attention import chunk_attention
+from graphspec.kernels.attention.latent_attention import random_latent_pool
+from graphspec.kernels.attention.latent_chunk_attention import latent_chunk_attention
+from graphspec.kernels.attention.tree_attention import random_pool
 from graphspec.kernels.flashinfer.planner import Planner
 from graphspec.kernels.host_step import HeadShape, PreparedCall, RowSpan
-from graphspec.kernels.latent_attention import random_latent_pool
-from graphspec.kernels.latent_chunk_attention import latent_chunk_attention
 from graphspec.kernels.registry import KernelSet
-from graphspec.kernels.tree_attention import random_pool
 from graphspec.models.layers import use_kernels
-from graphspec.plan import Plan, make_plan
+from graphspec.plan.buffers import Arena
+from graphspec.plan.plan import Plan, make_plan
 from graphspec.shapes import SAMPLED
 from tests.support.tiny import latent_facts, model_facts, move, tiny_networks
 

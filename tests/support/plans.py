@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from graphspec.config import Config, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.config.schema import Config, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.drafters.eagle3.facts import Eagle3Facts
 from graphspec.facts import ModelFacts, RopeFacts
-from graphspec.plan import Plan, make_plan
+from graphspec.plan.plan import Plan, make_plan
 
 
 def model_facts(**overrides: Any) -> ModelFacts:

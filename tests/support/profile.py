@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from graphspec.command_options import LaunchConfig, ProfileConfig, WorkloadConfig
-from graphspec.config import ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.config.command_options import LaunchConfig, ProfileConfig, WorkloadConfig
+from graphspec.config.schema import ModelConfig, RuntimeConfig, VariantConfig
 from tests.support.engines import TREE
 
 if TYPE_CHECKING:

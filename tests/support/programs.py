@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graphspec.buffers import Arena
 from graphspec.graphs.programs import Key, PrefillKey, prefill_keys, program_stages
 from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.graphs.stages.stage import HostStage
 from graphspec.kernels import select_kernels
 from graphspec.models.layers import use_kernels
-from graphspec.plan import Plan
+from graphspec.plan.buffers import Arena
+from graphspec.plan.plan import Plan
 from graphspec.shapes import SamplingClass, sampling_class_of
 from tests.support.codegen import Launches, compile_kernels, launches_of, pretended_gpu
 from tests.support.tiny import move, structure_plan, tiny_networks

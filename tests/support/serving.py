@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import httpx2
 
-from graphspec.engine.async_llm import AsyncLLM
+from graphspec.api.async_llm import AsyncLLM
+from graphspec.config.server_options import ServerConfig
 from graphspec.serve.access import hosts_of
 from graphspec.serve.app import Api
 from graphspec.serve.http import HttpServer, bind
-from graphspec.server_options import ServerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from graphspec.engine.llm import LLM
+    from graphspec.api.llm import LLM
     from graphspec.serve.limits import Keys
 
 MODEL = "tiny"

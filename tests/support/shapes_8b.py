@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graphspec.buffers import Arena, Views
-from graphspec.config import Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.config.schema import Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.drafters.dflash.facts import DFlashFacts
 from graphspec.facts import DraftFacts, ModelFacts, RopeFacts
 from graphspec.graphs.programs import program_stages
@@ -19,9 +18,10 @@ from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.graphs.stages.stage import Stage
 from graphspec.kernels import select_kernels
 from graphspec.kernels.collectives import Comm
+from graphspec.models.decoder import Decoder
 from graphspec.models.layers import join_ranks, use_kernels
-from graphspec.models.llama import LlamaModel
-from graphspec.plan import Plan, make_plan
+from graphspec.plan.buffers import Arena, Views
+from graphspec.plan.plan import Plan, make_plan
 from graphspec.shapes import GREEDY, CycleShape, SamplingClass
 from tests.support.codegen import pretended_gpu
 from tests.support.tiny import NETWORKS, draft_facts, model_facts, move
@@ -97,7 +97,7 @@ def fake_cycle(
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
         try:
-            networks = [LlamaModel(plan.target, plan.tap_layers, plan.max_positions)]
+            networks = [Decoder(plan.target, plan.tap_layers, plan.max_positions)]
             networks += [NETWORKS[type(head)](head, plan.max_positions)] if speculates else []
         finally:
             torch.set_default_dtype(before)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from graphspec.buffers import POISON, Arena
+from graphspec.plan.buffers import POISON, Arena
 
 FORBIDDEN = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 

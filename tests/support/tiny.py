@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from graphspec.config import AcceptConfig, AdaptiveConfig, Config, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.config.schema import AcceptConfig, AdaptiveConfig, Config, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.drafters.dflash.facts import DFlashFacts
 from graphspec.drafters.dflash.network import DFlashDraft
 from graphspec.drafters.eagle.facts import EagleFacts
@@ -28,8 +28,8 @@ from graphspec.facts.families import NEMOTRON_H, QWEN3_5
 from graphspec.facts.mamba import Mixer
 from graphspec.facts.recurrent import SsmFacts
 from graphspec.facts.rope import NO_ROPE
-from graphspec.models.llama import LlamaModel
-from graphspec.plan import Plan, make_plan
+from graphspec.models.decoder import Decoder
+from graphspec.plan.plan import Plan, make_plan
 from graphspec.shapes import CycleShape
 
 SHAPES = {
@@ -193,7 +193,7 @@ def _plan(
 class Networks:
     """Target and drafter, the latter None without a draft network."""
 
-    target: LlamaModel
+    target: Decoder
     draft: Any
 
 
@@ -209,7 +209,7 @@ NETWORKS = {
 
 def tiny_networks(plan: Plan) -> Networks:
     """Networks on the CPU whose weights are random, and the same for every plan."""
-    target = LlamaModel(plan.target, plan.tap_layers, plan.max_positions)
+    target = Decoder(plan.target, plan.tap_layers, plan.max_positions)
     draft = NETWORKS[type(plan.draft)](plan.draft, plan.max_positions) if plan.draft is not None else None
     generator = torch.Generator().manual_seed(0)
     for module in (target, draft):

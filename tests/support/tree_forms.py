@@ -2,7 +2,7 @@
 
 They are an oracle for tests, and a help for readers who know SGLang. They run on the host, read lengths, and may return ragged results;
 none of them runs in a cycle. Semantics follow ``build_tree_kernel_efficient`` of sgl-kernel, expressed in (parent, ancestors) as
-:func:`~graphspec.kernels.tree_build.tree_build` returns them.
+:func:`~graphspec.kernels.tree.tree_build.tree_build` returns them.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
-from graphspec.engine.llm import LLM
+from graphspec.api.llm import LLM
 from tests.support.checkpoints import VOCAB_SIZE, build_hf, write_hf
 from tests.support.engines import SMALL, Pair
 

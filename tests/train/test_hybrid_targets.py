@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
 
-from graphspec.compose import load_config
+from graphspec.config.compose import load_config
+from graphspec.config.train_options import TargetConfig, TrainConfig
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.train.drafter import Target, load_target, network_of, trained_variants, unrolled
 from graphspec.train.export import export_draft, export_target
 from graphspec.train.run import run
 from graphspec.train.target import build_target, settings
-from graphspec.train_options import TargetConfig, TrainConfig
 from tests.support.drafts import HYBRID, build, draft_logits, random_text, tiny_target
 
 SHAPE = {"architecture": "qwen3_5", "vocab_size": 300, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 4}

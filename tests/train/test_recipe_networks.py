@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from graphspec.config.train_options import AcceptanceConfig, TextConfig
 from graphspec.drafters.eagle3.training import choose_draft_vocab
 from graphspec.errors import CheckpointError, ConfigError, ResourceError
 from graphspec.train.acceptance import check_acceptance
@@ -21,7 +22,6 @@ from graphspec.train.draft import Recipe, Texts, draft_losses, train_draft
 from graphspec.train.drafter import Target, default_taps, network_of, unrolled
 from graphspec.train.export import export_draft
 from graphspec.train.optim import Optimizers
-from graphspec.train_options import AcceptanceConfig, TextConfig
 from tests.support.drafts import (
     FAMILIES,
     PARALLEL,

@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from graphspec import cli
-from graphspec.compose import load_config
-from graphspec.engine.llm import LLM, SamplingParams
-from graphspec.engine.text import Tokenizer as CheckpointTokenizer
+from graphspec.api.llm import LLM, SamplingParams
+from graphspec.cli import main as cli
+from graphspec.config.compose import load_config
 from graphspec.errors import CheckpointError, ConfigError
-from graphspec.progress import progress_bars
+from graphspec.host.progress import progress_bars
+from graphspec.text.tokenizer import Tokenizer as CheckpointTokenizer
 from graphspec.train import checkpoint, token_map
 from graphspec.train.drafter import load_target
 from graphspec.train.optim import Optimizers
@@ -216,7 +216,7 @@ def test_a_killed_process_goes_on_to_the_same_bits(tmp_path, texts):
     # It kills itself when the second checkpoint is half on the disk, which no handler hears of.
     code = f"""
 import os, signal, sys
-from graphspec.progress import progress_bars
+from graphspec.host.progress import progress_bars
 from graphspec.train import checkpoint, token_map
 whole, saved = checkpoint.torch.save, []
 def save(state, stream):
@@ -226,7 +226,7 @@ def save(state, stream):
         os.kill(os.getpid(), signal.SIGKILL)
     whole(state, stream)
 checkpoint.torch.save = save
-from graphspec.cli import main
+from graphspec.cli.main import main
 main(["train", *{command!r}])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from graphspec.compose import load_config
+from graphspec.config.compose import load_config
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.train.generate import repetition
 from graphspec.train.run import run

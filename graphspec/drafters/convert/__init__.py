@@ -19,11 +19,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ...config.paths import check_writable, make_folder, unwritable, user_path
 from ...errors import CheckpointError, ConfigError, spell_bytes
 from ...facts import ModelFacts, read_model_facts
 from ...models.checkpoint import Checkpoint
-from ...paths import check_writable, make_folder, unwritable, user_path
-from ..head_tensors import looks_like
+from ..heads.tensors import looks_like
 from .dflash import DFLASH
 from .eagle import EAGLE
 from .eagle3 import EAGLE3, P_EAGLE

@@ -10,7 +10,7 @@ from ...facts import ModelFacts
 from ...models.checkpoint import Checkpoint
 from ..eagle.facts import EagleFacts, read_eagle_config
 from ..eagle.loading import EAGLE_LAYOUT, EAGLE_NORMS, EAGLE_WRITTEN, eagle_checkpoint
-from ..head_tensors import TargetVocabulary
+from ..heads.tensors import TargetVocabulary
 from .head import Head, Kind, decoder_config, decoder_needs, refuse, speculators
 
 _EXPRESSES: dict[str, set[str]] = {

@@ -12,7 +12,7 @@ from ...facts.families import QWEN3
 from ...facts.keys import MOST_LAYERS, MOST_WIDTH, Keys, is_integer, read_architecture, read_config
 from ...facts.model import ModelFacts
 from ...shapes import CycleShape
-from ..head_config import check_speculator, check_vocabulary, head_decoder, nested_keys, one_layer, other_draft, refuse_unknown
+from ..heads.config import check_speculator, check_vocabulary, head_decoder, nested_keys, one_layer, other_draft, refuse_unknown
 
 _LOG = logging.getLogger(__name__)
 _KNOWN = {
@@ -191,7 +191,7 @@ def read_dflash_config(path: str | Path, target: ModelFacts) -> tuple[DFlashFact
 
 
 def assumed_facts(folder: Path, target: ModelFacts) -> tuple[DFlashFacts, str]:
-    """See :attr:`graphspec.catalog.Variant.assumed`."""
+    """See :attr:`graphspec.config.catalog.Variant.assumed`."""
     count = min(_LAYERS, max(1, target.num_layers - 3))
     taps = tuple(sorted({i + 1 for i in default_layers(target.num_layers, count) if 0 <= i < target.num_layers - 1}))
     decoder = replace(one_layer(target), num_layers=count, sliding_window=(None,) * count, family=QWEN3, qk_norm=True)

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CheckpointError
-from ...kernels.linear import Hidden, ResidualStream, hidden_of
-from ...layouts import Layout, TensorRule, decoder_rules
+from ...facts.layouts import Layout, TensorRule, decoder_rules
+from ...kernels.linear.linear import Hidden, ResidualStream, hidden_of
 from ...models.attention import HeadTransform
 from ...models.checkpoint import Checkpoint, Progress
+from ...models.decoder import DecoderLayer
 from ...models.layers import Embedding, Linear, RMSNorm, SelfAttention
-from ...models.llama import DecoderLayer
 from ..eagle3.loading import read_vocab_map
-from ..head_tensors import fill_head, looks_like, settle_decoder
-from ..network import DraftNetwork
+from ..heads.network import DraftNetwork
+from ..heads.tensors import fill_head, looks_like, settle_decoder
 
 if TYPE_CHECKING:
     from ...models.attention import Attention
-    from ...models.llama import LlamaModel
+    from ...models.decoder import Decoder
     from .facts import DFlashFacts
 
 
@@ -30,7 +30,7 @@ class DFlashDraft(DraftNetwork):
 
     Args:
         facts: the draft's sizes and options.
-        max_positions, embed_tokens, lm_head: of :class:`~graphspec.drafters.network.DraftNetwork`.
+        max_positions, embed_tokens, lm_head: of :class:`~graphspec.drafters.heads.network.DraftNetwork`.
     """
 
     first_pass_only: ClassVar[tuple[str, ...]] = ("fc", "hidden_norm", "context_proj")
@@ -132,7 +132,7 @@ def dflash_checkpoint(facts: DFlashFacts) -> tuple[Checkpoint, DFlashFacts]:
 
 def load_dflash(
     facts: DFlashFacts,
-    target: LlamaModel,
+    target: Decoder,
     max_positions: int,
     dtype: torch.dtype,
     device: torch.device | str,

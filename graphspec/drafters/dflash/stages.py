@@ -6,12 +6,12 @@ from typing import cast
 
 import torch
 
-from ...buffers import Views
 from ...graphs.stages.stage import Build, Stage
-from ...kernels.linear import stream_rows
-from ...kernels.noise import computed_once
-from ...kernels.tree_build import causal_words
-from ..marginals import MarginalStage
+from ...kernels.linear.linear import stream_rows
+from ...kernels.sampling.noise import computed_once
+from ...kernels.tree.tree_build import causal_words
+from ...plan.buffers import Views
+from ..heads.marginals import MarginalStage
 from .network import DFlashDraft
 
 
@@ -54,5 +54,5 @@ class DFlash(MarginalStage):
 
 
 def stages(build: Build) -> list[Stage]:
-    """See :attr:`graphspec.catalog.Variant.stages`."""
+    """See :attr:`graphspec.config.catalog.Variant.stages`."""
     return [DFlash(build)]

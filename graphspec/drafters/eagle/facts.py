@@ -9,7 +9,7 @@ from ...facts.draft import DraftFacts
 from ...facts.families import LLAMA, find_family
 from ...facts.keys import Keys, read_architecture, read_config
 from ...facts.model import ModelFacts
-from ..head_config import check_vocabulary, head_decoder, nested_keys, one_layer, other_draft, refuse_options, speculators_keys
+from ..heads.config import check_vocabulary, head_decoder, nested_keys, one_layer, other_draft, refuse_options, speculators_keys
 
 _PLAIN = ("llama", "qwen2", "mistral")
 _NORMS = ("use_input_layernorm_in_first_layer", "use_last_layernorm")
@@ -98,7 +98,7 @@ def read_eagle_facts(path: str | Path, target: ModelFacts) -> EagleFacts:
 
 
 def assumed_facts(folder: Path, target: ModelFacts) -> tuple[EagleFacts, str]:
-    """See :attr:`graphspec.catalog.Variant.assumed`."""
+    """See :attr:`graphspec.config.catalog.Variant.assumed`."""
     facts = EagleFacts(
         path=folder,
         decoder=one_layer(target),

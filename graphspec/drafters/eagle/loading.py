@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...errors import CheckpointError
-from ...layouts import Layout, TensorRule, decoder_rules
+from ...facts.layouts import Layout, TensorRule, decoder_rules
 from ...models.checkpoint import Checkpoint, Progress
-from ...models.llama import LlamaModel
-from ..head_tensors import TargetVocabulary, fill_head, looks_like, settle, settle_decoder
+from ...models.decoder import Decoder
+from ..heads.tensors import TargetVocabulary, fill_head, looks_like, settle, settle_decoder
 from .network import EagleDraft
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def eagle_checkpoint(facts: EagleFacts) -> tuple[Checkpoint, EagleFacts, tuple[s
 
 def load_eagle(
     facts: EagleFacts,
-    target: LlamaModel,
+    target: Decoder,
     max_positions: int,
     dtype: torch.dtype,
     device: torch.device | str,

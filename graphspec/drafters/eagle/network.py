@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...kernels.linear import ResidualStream, hidden_of
+from ...kernels.linear.linear import ResidualStream, hidden_of
+from ...models.decoder import DecoderLayer
 from ...models.layers import Embedding, Linear, RMSNorm
-from ...models.llama import DecoderLayer
 from ...models.stack import DecoderStack, DraftInput
-from ..network import DraftNetwork
+from ..heads.network import DraftNetwork
 
 if TYPE_CHECKING:
     from ...kernels.formulas import Rotation
@@ -24,7 +24,7 @@ class EagleDraft(DraftNetwork):
 
     Args:
         facts: the head's sizes; ``fc_bias`` and ``layernorms`` settled (None counts as no).
-        max_positions, embed_tokens, lm_head: of :class:`~graphspec.drafters.network.DraftNetwork`.
+        max_positions, embed_tokens, lm_head: of :class:`~graphspec.drafters.heads.network.DraftNetwork`.
         norms: which of ``embed_layernorm`` (after the embedding), ``hidden_layernorm`` (before the attention; the residual stays
             un-normed) and ``lm_head_layernorm`` (before the language-model head) the head has.
     """

@@ -11,7 +11,7 @@ from ...errors import CheckpointError
 from ...facts.draft import DraftFacts
 from ...facts.keys import MOST_LAYERS, MOST_WIDTH, Keys, is_integer, read_architecture, read_config
 from ...facts.model import ModelFacts
-from ..head_config import (
+from ..heads.config import (  # fmt: skip
     check_vocabulary,
     head_decoder,
     head_family,
@@ -22,7 +22,7 @@ from ..head_config import (
     refuse_options,
     refuse_unknown,
     speculators_keys,
-)  # fmt: skip
+)
 
 TAP_KEY = "eagle_aux_hidden_state_layer_ids"
 DEFAULT_TAPS = 3
@@ -213,7 +213,7 @@ def check_target(facts: Facts, decoder_keys: Keys, keys: Keys, target: ModelFact
 
 
 def assumed_facts(folder: Path, target: ModelFacts) -> tuple[Eagle3Facts, str]:
-    """See :attr:`graphspec.catalog.Variant.assumed`."""
+    """See :attr:`graphspec.config.catalog.Variant.assumed`."""
     taps = default_taps(target.num_layers)
     if list(taps) != sorted(set(taps)) or taps[0] < 0:
         taps = tuple(range(min(3, target.num_layers)))

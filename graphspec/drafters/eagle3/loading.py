@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...layouts import Layout, TensorRule, decoder_rules
+from ...facts.layouts import Layout, TensorRule, decoder_rules
 from ...models.checkpoint import INTEGERS, Checkpoint, Progress
-from ...models.llama import LlamaModel
-from ..head_tensors import fill_head, looks_like, settle, settle_decoder
+from ...models.decoder import Decoder
+from ...models.layers import set_weight
+from ..heads.tensors import fill_head, looks_like, settle, settle_decoder
 from .network import Eagle3Draft
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def eagle3_checkpoint(facts: Eagle3Facts) -> tuple[Checkpoint, Eagle3Facts]:
 
 
 def load_head(
-    network: Callable[..., Network], layout: Layout, facts: Eagle3Facts, target: LlamaModel, max_positions: int, dtype: torch.dtype,
+    network: Callable[..., Network], layout: Layout, facts: Eagle3Facts, target: Decoder, max_positions: int, dtype: torch.dtype,
     device: torch.device | str, progress: Progress | None = None,
 ) -> Network:  # fmt: skip
     """The head of a checkpoint as a ``network``, with the tensor names of ``layout``.
@@ -168,7 +169,7 @@ def load_head(
     token_Vd = read_vocab_map(checkpoint, decoder.vocab_size, facts.draft_vocab_size)
     fill_head(draft, checkpoint, layout, shared, dtype, device, progress)
     if tied:
-        draft.lm_head.weight, draft.lm_head.stored = draft.embed_tokens.weight, draft.embed_tokens.stored
+        set_weight(draft.lm_head, draft.embed_tokens.weight, draft.embed_tokens.stored)
     draft.name_columns(token_Vd, device)
     return draft.eval()
 

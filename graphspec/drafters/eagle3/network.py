@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from ...kernels.linear import Hidden, ResidualStream, hidden_of
+from ...kernels.linear.linear import Hidden, ResidualStream, hidden_of
+from ...models.decoder import DecoderLayer, make_attention
 from ...models.layers import Embedding, Linear, RMSNorm
-from ...models.llama import DecoderLayer, make_attention
 from ...models.mlp import MLP
 from ...models.stack import DecoderStack, DraftInput, PlainLayer, packing_obstacle
-from ..network import DraftNetwork
+from ..heads.network import DraftNetwork
 
 if TYPE_CHECKING:
     from ...facts import ModelFacts
@@ -63,7 +63,7 @@ class Eagle3Draft(DraftNetwork):
 
     Args:
         facts: the head's sizes and options; ``norm_before_fc``, ``fc_norm`` and ``fc_bias`` settled (None counts as no).
-        max_positions, embed_tokens, lm_head: of :class:`~graphspec.drafters.network.DraftNetwork`.
+        max_positions, embed_tokens, lm_head: of :class:`~graphspec.drafters.heads.network.DraftNetwork`.
     """
 
     first_pass_only: ClassVar[tuple[str, ...]] = ("input_norm", "fc_norm", "fc")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...checks import INT32_MOST, ascending, in_range
+from ...config.checks import INT32_MOST, ascending, in_range
 from ...errors import ConfigError
 from ...train.blocks import Attend, FeedForward, LayerShape, Rope, SelfAttention
 from ...train.drafter import NetworkConfig, StepDrafter, default_taps, feature_scale

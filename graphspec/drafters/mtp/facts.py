@@ -6,16 +6,16 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...checks import LONG, brief
+from ...config.checks import LONG, brief
 from ...errors import CheckpointError
 from ...facts.draft import DraftFacts, DraftPass
 from ...facts.families import QWEN2, Family, find_family, target_architectures
 from ...facts.files import find_file, open_file, parse_json, plain, read_shards
 from ...facts.keys import MOST_LAYERS, Keys, read_architecture, read_config
+from ...facts.layouts import PREDICTION_HEADS
 from ...facts.model import ModelFacts, read_decoder
-from ...layouts import PREDICTION_HEADS
 from ...shapes import CycleShape
-from ..head_config import nested_keys
+from ..heads.config import nested_keys
 from .layout import LAYERS, MTP_LAYOUTS
 
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
@@ -202,7 +202,7 @@ def _facts(keys: Keys, path: Path, target: ModelFacts, decoder: ModelFacts, num_
 
 
 def counted_facts(folder: Path, target: ModelFacts) -> tuple[MTPFacts, str]:
-    """Facts of as many prediction heads as a config states, as layers after the last; see :attr:`graphspec.catalog.Variant.assumed`."""
+    """Facts of as many prediction heads as a config states, as layers after the last; see ``assumed``."""
     keys = read_config(folder)
     architecture = read_architecture(keys, "a model with multi-token-prediction heads")
     keys, own = _language_model(keys), find_family(architecture)

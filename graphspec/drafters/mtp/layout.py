@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...layouts import Layout, TensorRule, decoder_rules, qwen_expert_rules
+from ...facts.layouts import Layout, TensorRule, decoder_rules, qwen_expert_rules
 
 LAYERS = {"deepseek": "model.layers.*.", "qwen": "mtp.layers.*.", "mimo": "model.mtp_layers.*."}
 """Per layout, the prefix of the layer of a head."""

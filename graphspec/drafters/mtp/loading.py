@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from ...layouts import PREDICTION_HEADS, Layout, TensorRule
+from ...facts.layouts import PREDICTION_HEADS, Layout, TensorRule
 from ...models.checkpoint import Checkpoint, Progress, fill
-from ...models.llama import LlamaModel
+from ...models.decoder import Decoder
 from ...models.vocabulary import token_embedding, vocabulary_head
-from ..head_tensors import TargetVocabulary
+from ..heads.tensors import TargetVocabulary
 from .layout import MTP_LAYOUTS
 from .network import MTPDraft, MTPHead
 
@@ -59,7 +59,7 @@ def _own_tensors(checkpoint: Checkpoint, layer: str, facts: MTPFacts, target: Pa
 
 def load_mtp(
     facts: MTPFacts,
-    target: LlamaModel,
+    target: Decoder,
     max_positions: int,
     dtype: torch.dtype,
     device: torch.device | str,

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from ...kernels.linear import Hidden, ResidualStream
+from ...kernels.linear.linear import Hidden, ResidualStream
+from ...models.decoder import DecoderLayer
 from ...models.layers import Embedding, Linear, RMSNorm
-from ...models.llama import DecoderLayer
 from ...models.stack import DecoderStack, DraftInput, packing_obstacle
-from ..network import DraftNetwork
+from ..heads.network import DraftNetwork
 
 if TYPE_CHECKING:
     from ...kernels.formulas import Rotation
@@ -77,7 +77,7 @@ class MTPDraft(DraftNetwork):
 
     Args:
         facts: sizes, and how many heads.
-        max_positions, embed_tokens, lm_head: of :class:`~graphspec.drafters.network.DraftNetwork`.
+        max_positions, embed_tokens, lm_head: of :class:`~graphspec.drafters.heads.network.DraftNetwork`.
     """
 
     facts: MTPFacts

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ...buffers import Views
 from ...graphs.stages.draft_prefill import ChunkRows, DraftPrefill
 from ...graphs.stages.stage import Build, Stage
 from ...kernels.groups import Beams
 from ...kernels.host_step import BoundCall
-from ..beams import DraftStage, beam_stages
+from ...plan.buffers import Views
+from ..heads.beams import DraftStage, beam_stages
 
 
 def shifted_rows(token_BU: Tensor, known_B: Tensor, drafted_Bs: Tensor) -> Tensor:
@@ -116,5 +116,5 @@ def head_stages(build: Build) -> list[Stage]:
 
 
 def head_prefill(build: Build, bound: Mapping[int | None, BoundCall]) -> DraftPrefill:
-    """See :attr:`graphspec.catalog.Variant.prefill`."""
+    """See :attr:`graphspec.config.catalog.Variant.prefill`."""
     return (HeadPrefill if build.plan.lookback else DraftPrefill)(build, bound)

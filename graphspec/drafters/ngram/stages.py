@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...buffers import Views
 from ...graphs.stages.stage import Build, Stage
 from ...kernels.groups import Candidates
+from ...plan.buffers import Views
 
 
 class NgramMatch(Stage):
@@ -39,7 +39,7 @@ class ForcedPath(Stage):
 
 
 def put_run_first(score_BM: Tensor, token_BM: Tensor, parent_BM: Tensor, forced_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Put a run before the paths of a pool of :func:`~graphspec.kernels.ngram_match.ngram_match`.
+    """Put a run before the paths of a pool of :func:`~graphspec.kernels.tree.ngram_match.ngram_match`.
 
     Entries that have the first tokens of the run become part of it. Its other tokens replace the last path, which is no other's parent; a
     path that continues the run is kept. The scores of the run are ``-(d - 1)``, those of other entries are lowered by S.
@@ -87,5 +87,5 @@ def _follow(token_BSK: Tensor, parent_BSK: Tensor, forced_BS: Tensor) -> Tensor:
 
 
 def stages(build: Build) -> list[Stage]:
-    """See :attr:`graphspec.catalog.Variant.stages`."""
+    """See :attr:`graphspec.config.catalog.Variant.stages`."""
     return [NgramMatch(build), *([ForcedPath(build)] if build.sampling.grammar else [])]

@@ -7,7 +7,7 @@ be launched before that read.
 
 from __future__ import annotations
 
-from ...catalog import Variant
+from ...config.catalog import Variant
 from ...shapes import CycleShape
 
 VARIANT = Variant(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
+from ...config.paths import read_text
 from ...engine.proposer import Nodes
 from ...engine.request import Request
 from ...errors import ConfigError
-from ...paths import read_text
-from ...plan import Plan
+from ...plan.plan import Plan
 from .trie import NgramTrie
 
 
@@ -69,7 +69,7 @@ class TrieProposer:
 
 
 def make_proposer(plan: Plan, encode: Callable[[str], list[int]]) -> TrieProposer:
-    """See :attr:`graphspec.catalog.Variant.proposer`; reads the corpus, if there is one."""
+    """See :attr:`graphspec.config.catalog.Variant.proposer`; reads the corpus, if there is one."""
     proposer = TrieProposer(plan)
     if plan.ngram.corpus is not None:
         proposer.load_corpus(plan.ngram.corpus, encode)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ...buffers import Views
 from ...graphs.stages.mailbox import MailLayout
 from ...graphs.stages.stage import Build, Stage
 from ...kernels.groups import Candidates
+from ...plan.buffers import Views
 
 
 class HostTree(Stage):
@@ -33,5 +33,5 @@ class HostTree(Stage):
 
 
 def stages(build: Build) -> list[Stage]:
-    """See :attr:`graphspec.catalog.Variant.stages`."""
+    """See :attr:`graphspec.config.catalog.Variant.stages`."""
     return [HostTree(build)]

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ...config import NgramSettings
+from ...config.schema import NgramSettings
 from ...errors import ConfigError, RequestError, ResourceError
-from ...native_build import SharedLibrary
+from ...host.native_build import SharedLibrary
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
 """Token ids in ``0..2^31-1``; one dimension."""
@@ -31,7 +31,7 @@ def load() -> ctypes.CDLL:
     """The library, opened once per process, argument types declared.
 
     Raises:
-        ResourceError: see :meth:`graphspec.native_build.SharedLibrary.load`.
+        ResourceError: see :meth:`graphspec.host.native_build.SharedLibrary.load`.
     """
     library = LIBRARY.load()
     pointer, long = ctypes.c_void_p, ctypes.c_int64

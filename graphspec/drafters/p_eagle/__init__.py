@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...catalog import Variant
+from ...config.catalog import Variant
 from ...shapes import CycleShape
 
 VARIANT = Variant(

@@ -12,7 +12,7 @@ from ...facts.model import ModelFacts
 from ...shapes import CycleShape
 from ..eagle3.facts import Eagle3Facts, check_target, eagle3_config
 from ..eagle3.facts import assumed_facts as assumed_eagle3
-from ..head_config import check_speculator, other_draft
+from ..heads.config import check_speculator, other_draft
 
 MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
 """Keys for the mask token in configs, in order of precedence."""
@@ -83,7 +83,7 @@ def read_p_eagle_facts(path: str | Path, target: ModelFacts) -> PEagleFacts:
 
 
 def assumed_facts(folder: Path, target: ModelFacts) -> tuple[DraftFacts, str]:
-    """See :attr:`graphspec.catalog.Variant.assumed`."""
+    """See :attr:`graphspec.config.catalog.Variant.assumed`."""
     facts, _ = assumed_eagle3(folder, target)
     decoder = replace(facts.decoder, num_layers=_LAYERS, sliding_window=(None,) * _LAYERS)
     taps = len(facts.tap_layers)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...errors import CheckpointError
-from ...layouts import TensorRule
+from ...facts.layouts import TensorRule
 from ...models.checkpoint import Checkpoint, Progress
+from ...models.decoder import Decoder
 from ...models.layers import Embedding, Linear, make_parameter
-from ...models.llama import LlamaModel
 from ..eagle3.loading import EAGLE3_LAYOUT, load_head
 from ..eagle3.network import Eagle3Draft
-from ..head_tensors import looks_like
+from ..heads.tensors import looks_like
 
 if TYPE_CHECKING:
     from .facts import PEagleFacts
@@ -46,7 +46,7 @@ class PEagleDraft(Eagle3Draft):
 
 def load_p_eagle(
     facts: PEagleFacts,
-    target: LlamaModel,
+    target: Decoder,
     max_positions: int,
     dtype: torch.dtype,
     device: torch.device | str,

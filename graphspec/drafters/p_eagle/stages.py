@@ -7,10 +7,10 @@ from typing import cast
 import torch
 from torch.nn import functional as F
 
-from ...buffers import Views
 from ...graphs.stages.stage import Build, Stage
-from ...kernels.tree_build import causal_words
-from ..marginals import MarginalStage
+from ...kernels.tree.tree_build import causal_words
+from ...plan.buffers import Views
+from ..heads.marginals import MarginalStage
 from .network import PEagleDraft
 
 
@@ -49,5 +49,5 @@ class PEagle(MarginalStage):
 
 
 def stages(build: Build) -> list[Stage]:
-    """See :attr:`graphspec.catalog.Variant.stages`."""
+    """See :attr:`graphspec.config.catalog.Variant.stages`."""
     return [PEagle(build)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...checks import in_range
+from ...config.checks import in_range
 from ...train.blocks import DecoderLayer, LayerShape, attend_blocks, attend_rows
 from ...train.drafter import NetworkConfig
 from ...train.masks import MaskConfig, spread

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...models.checkpoint import Progress
-from ...models.llama import LlamaModel
+from ...models.decoder import Decoder
 from ...models.target import load_target
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ class StandaloneDraft(nn.Module):
         model: the loaded model; a new one without weights when absent.
     """
 
-    def __init__(self, facts: StandaloneFacts, max_positions: int, model: LlamaModel | None = None) -> None:
+    def __init__(self, facts: StandaloneFacts, max_positions: int, model: Decoder | None = None) -> None:
         super().__init__()
         self.facts = facts
-        self.model = model or LlamaModel(facts.decoder, (), max_positions)
+        self.model = model or Decoder(facts.decoder, (), max_positions)
         # int64: target id of each column, where the vocabulary is smaller or the head was trimmed to some tokens; None: they are one
         self.target_token_Vd: Tensor | None
         own = torch.arange(facts.draft_vocab_size, device="cpu") if facts.begins_vocabulary else None
@@ -62,7 +62,7 @@ class StandaloneDraft(nn.Module):
 
 def load_standalone(
     facts: StandaloneFacts,
-    target: LlamaModel,
+    target: Decoder,
     max_positions: int,
     dtype: torch.dtype,
     device: torch.device | str,
@@ -78,7 +78,7 @@ def load_standalone(
     return StandaloneDraft(facts, max_positions, model).to(device).eval()
 
 
-def outline(facts: StandaloneFacts, target: LlamaModel) -> StandaloneDraft:
-    """See :attr:`graphspec.catalog.Variant.outline`; it shares nothing with the target."""
+def outline(facts: StandaloneFacts, target: Decoder) -> StandaloneDraft:
+    """See :attr:`graphspec.config.catalog.Variant.outline`; it shares nothing with the target."""
     del target
     return StandaloneDraft(facts, 1)

@@ -8,7 +8,7 @@ from typing import ClassVar, cast
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...checks import in_range
+from ...config.checks import in_range
 from ...errors import ConfigError
 from ...train.blocks import Attend, DecoderLayer, LayerShape, Rope
 from ...train.drafter import NetworkConfig, StepDrafter

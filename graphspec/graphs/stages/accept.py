@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...buffers import Views
 from ...kernels.groups import Limits, Nodes, Run
+from ...plan.buffers import Views
 from .acceptance_rules import RULES
 from .bans import WORDS, node_contexts
 from .sampling import LogitShaper, node_paths

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...buffers import Views
+from ...plan.buffers import Views
 from ...shapes import WORD_BITS
 from .sampling import RESIDUAL_STREAM, LogitShaper, coins, cycle_positions, probabilities, sample_tokens, trusted
 from .stage import Build

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...buffers import Views
+from ...plan.buffers import Views
 from ...shapes import MASK_BITS, WORD_BITS
 from .stage import Stage
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ...buffers import Views
+from ...plan.buffers import Views
 from ...shapes import WORD_BITS
 from .network import NetworkStage
 from .stage import Build
@@ -14,7 +14,7 @@ class CatchUp(NetworkStage):
     """The drafter over the whole window, for its KV alone: its last layer ends there. What the cycle commits then replaces the window, as
     after any draft-extend.
 
-    Entries, slots and positions are those of :class:`~graphspec.drafters.beams.DraftExtend`, in up to ``Ac`` instead of ``A`` entries.
+    Entries, slots and positions are those of ``DraftExtend``, in up to ``Ac`` instead of ``A`` entries.
     """
 
     name = "catch_up"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ...buffers import Views
 from ...kernels.groups import Progress, Run
 from ...models.recurrence import NodeRecords, RecurrentStates, commit_path
+from ...plan.buffers import Views
 from .stage import Build, Stage
 
 

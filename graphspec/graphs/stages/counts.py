@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...buffers import Views
+from ...plan.buffers import Views
 from .mailbox import MailLayout
 from .stage import Build, Stage
 

@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...buffers import Views
 from ...kernels.host_step import BoundCall
 from ...models.attention import ChunkAttention
+from ...plan.buffers import Views
 from .stage import Build, DraftModel
 
 

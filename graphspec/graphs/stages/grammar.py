@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ...buffers import Views
+from ...plan.buffers import Views
 from .stage import Build, HostStage
 
 

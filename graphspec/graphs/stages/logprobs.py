@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...buffers import Views
-from ...kernels.topk import stable_topk
+from ...kernels.sampling.topk import stable_topk
+from ...plan.buffers import Views
 from ...shapes import SamplingClass
 from .stage import Build, Stage, TargetModel
 from .vocabulary import Scores

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
-from ...buffers import Views
 from ...errors import ResourceError
 from ...kernels.groups import Lanes, Penalties, RowRequest, Truncation
-from ...kernels.mail_apply import JOIN_WORDS
-from ...plan import Plan
+from ...kernels.tree.mail_apply import JOIN_WORDS
+from ...plan.buffers import Views
+from ...plan.plan import Plan
 from ..grammar import Grammar
 from .stage import Build, Stage
 

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ...buffers import Views
 from ...kernels.host_step import BoundCall
 from ...models.attention import TreeAttention
+from ...plan.buffers import Views
 from .stage import Build, DraftModel, Stage
 
 
@@ -63,5 +63,5 @@ class NetworkStage(Stage):
         )
 
     def window(self, v: Views, width: int, num_words: int) -> tuple[Tensor, ...]:
-        """The committed entries the drafter has not read yet; results of :func:`~graphspec.kernels.draft_window.draft_window`."""
+        """The committed entries the drafter has not read yet; results of :func:`~graphspec.kernels.tree.draft_window.draft_window`."""
         return self.kernels.draft_window(v.lane_row_B, v.status_R, v.seq_len_R, self.window_slots(v), self.shift, width, num_words)

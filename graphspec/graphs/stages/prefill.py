@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...buffers import Status, Views
-from ...catalog import load_object
+from ...config.catalog import load_object
 from ...models.attention import ChunkAttention
 from ...models.recurrence import RecurrentStates, RunRecurrence
+from ...plan.buffers import Status, Views
 from .bans import WORDS, note_tokens
 from .counts import count_tokens
 from .draft_prefill import ChunkRows, DraftPrefill, take_last

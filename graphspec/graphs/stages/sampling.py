@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...buffers import Views
-from ...kernels.noise import BELOW_ONE, counter_hash
 from ...kernels.registry import KernelSet
+from ...kernels.sampling.noise import BELOW_ONE, counter_hash
+from ...plan.buffers import Views
 from ...shapes import WORD_BITS, SamplingClass
 from .bans import allowed_tokens, columns, ends_of_words
 from .stage import Build

@@ -8,7 +8,6 @@ from typing import ClassVar, Literal, Protocol
 
 from torch import Tensor, nn
 
-from ...buffers import Status, Views
 from ...errors import GraphspecError
 from ...facts import ModelFacts
 from ...kernels.groups import Window
@@ -16,13 +15,14 @@ from ...kernels.host_step import Anchor, BoundCall, HeadShape, PreparedCall
 from ...kernels.registry import KernelSet
 from ...models.attention import Attention
 from ...models.recurrence import Convolution
-from ...plan import Plan
+from ...plan.buffers import Status, Views
+from ...plan.plan import Plan
 from ...shapes import CycleShape, SamplingClass
 from ..grammar import Grammar
 
 
 class TargetModel(Protocol):
-    """What the stages ask of a target network (:mod:`graphspec.models.llama`)."""
+    """What the stages ask of a target network (:mod:`graphspec.models.decoder`)."""
 
     def __call__(self, token_BT: Tensor, attention: Attention) -> tuple[Tensor, Tensor | None]: ...
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...buffers import Views
 from ...kernels.groups import Candidates, Nodes
+from ...plan.buffers import Views
 from .stage import Build, Stage
 
 

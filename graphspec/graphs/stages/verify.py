@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ...buffers import Views
 from ...models.attention import TreeAttention
 from ...models.recurrence import NodeRecords, RecurrentStates, TreeRecurrence
+from ...plan.buffers import Views
 from .stage import Build, Stage, TargetModel
 from .vocabulary import Scores
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...acceptance import AcceptPlan
 from ...kernels.registry import KernelSet
-from ...kernels.shard_topk import merge_shards, pack_shard
+from ...kernels.tree.shard_topk import merge_shards, pack_shard
 from ...models.vocabulary import VocabParallelLinear, sharded_head
+from ...plan.acceptance import AcceptPlan
 from ...shapes import SamplingClass
 from .stage import Build, DraftModel, TargetModel
 
@@ -45,7 +45,7 @@ class Scores:
     def best(
         self, logits_BTVr: Tensor, temperature_B: Tensor | None, seed_B: Tensor | None, position_BT: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The best tokens over all ranks, from this rank's logits: results of :func:`~graphspec.kernels.shard_topk.merge_shards`.
+        """The best tokens over all ranks, from this rank's logits: results of :func:`~graphspec.kernels.tree.shard_topk.merge_shards`.
 
         Args:
             logits_BTVr: float32.

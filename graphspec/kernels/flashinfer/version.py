@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from importlib import metadata
 
+from ...config.hints import install_hint
 from ...errors import ConfigError
-from ...hints import install_hint
 
 DISTRIBUTION = "flashinfer-python"
 LEAST, BELOW = "0.6.18", "0.8"

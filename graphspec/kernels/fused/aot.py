@@ -11,9 +11,7 @@ import argparse
 import importlib
 import json
 import os
-import pkgutil
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -43,12 +41,18 @@ POINTERS = {
 """Triton's type names of pointer arguments, by torch dtype."""
 
 
+def fused_modules() -> list[str]:
+    """The modules in the folders ``fused`` of this package and of each topic, ascending by their last name."""
+    kernels = Path(__file__).parents[1]
+    files = sorted((file for file in kernels.rglob("fused/*.py") if file.stem != "__init__"), key=lambda file: file.stem)
+    return [".".join(("graphspec.kernels", *file.relative_to(kernels).with_suffix("").parts)) for file in files]
+
+
 def aot_cases() -> Iterator[tuple[str, AotCase]]:
-    """``(op, case)`` of every file of this package."""
-    package = sys.modules[__package__ or "graphspec.kernels.fused"]
-    for module in sorted(info.name for info in pkgutil.iter_modules(package.__path__)):
-        for case in getattr(importlib.import_module(f"{package.__name__}.{module}"), "AOT", ()):
-            yield module, case
+    """``(op, case)`` of every file with Triton kernels."""
+    for name in fused_modules():
+        for case in getattr(importlib.import_module(name), "AOT", ()):
+            yield name.rpartition(".")[2], case
 
 
 def source_of(launch: Launch) -> ASTSource:

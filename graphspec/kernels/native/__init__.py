@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ..formulas import rms_norm
-from ..linear import Hidden, finish, hidden_of
+from ..linear.linear import Hidden, finish, hidden_of
 from ..op import Signature
 from .build import load
 from .call import bits, call, dense, require
@@ -192,7 +192,7 @@ def linear(
     gated: bool = False,
     float32: bool = False,
 ) -> Hidden:
-    """:func:`graphspec.kernels.linear.linear` with packing and product in C++; norm, gate and residual in torch."""
+    """:func:`graphspec.kernels.linear.linear.linear` with packing and product in C++; norm, gate and residual in torch."""
     x = hidden_of(x)
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, norm_eps, norm_offset)

@@ -6,11 +6,12 @@ import ctypes
 import functools
 from collections.abc import Callable
 
-from ... import native_build
+from ...host import native_build
 
 SOURCES = (
     "attention.cpp",
     "cycle.cpp",
+    "filter.cpp",
     "linear.cpp",
     "recurrent.cpp",
     "rows.cpp",
@@ -28,7 +29,7 @@ LIBRARY = native_build.SharedLibrary("native", __package__, SOURCES, HEADERS, FL
 
 
 def find_compiler() -> str:
-    """See :func:`graphspec.native_build.find_compiler`."""
+    """See :func:`graphspec.host.native_build.find_compiler`."""
     return native_build.find_compiler(KEY, HINT)
 
 
@@ -37,7 +38,7 @@ def load() -> ctypes.CDLL:
     """The library, opened once per process.
 
     Raises:
-        ResourceError: see :meth:`graphspec.native_build.SharedLibrary.load`.
+        ResourceError: see :meth:`graphspec.host.native_build.SharedLibrary.load`.
     """
     return LIBRARY.load()
 

@@ -10,9 +10,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from .. import draft_topk as draft_topks
 from ..groups import Beams, Candidates, Nodes
 from ..op import WRITTEN
+from ..tree import draft_topk as draft_topks
 from . import define_op
 from .call import call, dense, require, require_slots
 
@@ -72,4 +72,4 @@ draft_topk = define_op("draft_topk", _top_rows, _top_shape, draft_topks.OP.signa
 draft_level = define_op("draft_level", _draft_level)
 marginal_pool = define_op("marginal_pool", _marginal_pool)
 tree_build = define_op("tree_build", _tree_build)
-""":func:`graphspec.kernels.tree_build.tree_build_into` in C++."""
+""":func:`graphspec.kernels.tree.tree_build.tree_build_into` in C++."""

@@ -1,4 +1,4 @@
-// The gated delta rule, one token and a tile of columns: graphspec/kernels/delta_rule.py.
+// The gated delta rule, one token and a tile of columns: graphspec/kernels/recurrent/delta_rule.py.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Gumbel noise of graphspec/kernels/noise.py: a hash of (seed, position, token), eight tokens at a time.
+// Gumbel noise of graphspec/kernels/sampling/noise.py: a hash of (seed, position, token), eight tokens at a time.
 
 #pragma once
 

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import conv_shift as shifts
-from .. import delta_chunk as chunks
-from .. import delta_scan as scans
-from .. import delta_solve as solves
-from .. import delta_walk as walks
-from .. import ssm_chunk as ssm_chunks
-from .. import ssm_dual as ssm_duals
-from .. import ssm_scan as ssm_scans
-from .. import ssm_walk as ssm_walks
-from .. import state_commit as commits
-from .. import tree_conv as convs
+from ..recurrent import conv_shift as shifts
+from ..recurrent import delta_chunk as chunks
+from ..recurrent import delta_scan as scans
+from ..recurrent import delta_solve as solves
+from ..recurrent import delta_walk as walks
+from ..recurrent import ssm_chunk as ssm_chunks
+from ..recurrent import ssm_dual as ssm_duals
+from ..recurrent import ssm_scan as ssm_scans
+from ..recurrent import ssm_walk as ssm_walks
+from ..recurrent import state_commit as commits
+from ..recurrent import tree_conv as convs
 from . import define_op
 from .call import call, dense, require, require_slots
 

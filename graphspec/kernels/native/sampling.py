@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import noise
-from ..filter_logits import filter_logits
+from ..sampling import filter_logits as filters
+from ..sampling import noise
 from . import define_op
 from .call import call, dense, require
 
@@ -22,6 +22,17 @@ def _noise_shape(seed_B: Tensor, position_BT: Tensor, token_V: Tensor) -> Tensor
 
 
 gumbel_noise = define_op("gumbel_noise", _gumbel_noise, _noise_shape, noise.OP.signature)
+"""The op of this name in C++."""
+
+
+def _filter_logits(logits_BTV: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> Tensor:
+    require("logits", logits_BTV, torch.float32)
+    out = torch.empty(logits_BTV.shape, dtype=torch.float32)
+    call("filter_logits", (out, *map(dense, (logits_BTV, temperature_B, top_k_B, top_p_B, min_p_B))), *out.shape)
+    return out
+
+
+filter_logits = define_op("filter_logits", _filter_logits, lambda logits, *_: logits.new_empty(logits.shape), filters.OP.signature)
 """The op of this name in C++."""
 
 
@@ -46,14 +57,13 @@ def sample_tokens(
     logits_BTV: Tensor, temperature_B: Tensor | None, seed_B: Tensor | None, position_BT: Tensor | None, top_k_B: Tensor | None,
     top_p_B: Tensor | None, min_p_B: Tensor | None, strict: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """:func:`graphspec.kernels.sample_tokens.sample_tokens` in C++; filters, if any, in torch."""
+    """:func:`graphspec.kernels.sampling.sample_tokens.sample_tokens` in C++."""
     drawn: tuple[Tensor, Tensor]
     if top_k_B is None:
         drawn = _sample_rows(logits_BTV, temperature_B, seed_B, position_BT, strict)
         return drawn
     assert temperature_B is not None and top_p_B is not None and min_p_B is not None
-    finite_BTV = torch.where(logits_BTV.isfinite(), logits_BTV, -torch.inf)
-    kept_BTV = filter_logits(finite_BTV, temperature_B, top_k_B, top_p_B, min_p_B)
+    kept_BTV = filter_logits(logits_BTV, temperature_B, top_k_B, top_p_B, min_p_B)
     drawn = _sample_rows(kept_BTV, temperature_B, seed_B, position_BT, False)
     # Whether a row is valid is decided on its logits before any filter.
     return drawn[0], _sample_rows(logits_BTV, None, None, None, strict)[1]

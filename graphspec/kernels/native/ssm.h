@@ -1,4 +1,4 @@
-// The selective state space of Mamba-2, one token and a tile of columns: graphspec/kernels/ssm_rule.py.
+// The selective state space of Mamba-2, one token and a tile of columns: graphspec/kernels/recurrent/ssm_rule.py.
 
 #pragma once
 

@@ -165,8 +165,8 @@ def _decode(
         table: int32. slot: int64, slot of each token's KV. valid: bool; KV of invalid tokens goes to the dummy page.
         position: int64, for sliding windows.
         begin: int64, first slot that each query sees without a window: that of position 0.
-        end, ancestors: the prefix's end and the ancestor words, as :func:`graphspec.kernels.tree_attention.tree_attention` takes
-            them; both None: causal, as :func:`graphspec.kernels.chunk_attention.chunk_attention`.
+        end, ancestors: the prefix's end and the ancestor words, as :func:`graphspec.kernels.attention.tree_attention.tree_attention` takes
+            them; both None: causal, as :func:`graphspec.kernels.attention.chunk_attention.chunk_attention`.
         first, last: run layers ``first`` to ``last - 1``.
         taps: number of tapped layers of the stack; 0: return no features.
         final_norm: apply the stack's final norm, if it has one.

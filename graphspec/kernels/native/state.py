@@ -8,16 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import chain_layout as chain
-from .. import commit_rows as commits
-from .. import draft_window as windows
-from .. import kv_move as moves
-from .. import mail_apply as mails
-from .. import page_feature_write as page_features
-from .. import take_last as lasts
-from .. import tree_walk as walks
-from .. import verify_rows as verifies
+from ..attention import kv_move as moves
+from ..attention import page_feature_write as page_features
 from ..groups import Lanes, Limits, Nodes, Penalties, Progress, RowRequest, Run, Truncation, Window
+from ..tree import chain_layout as chain
+from ..tree import commit_rows as commits
+from ..tree import draft_window as windows
+from ..tree import mail_apply as mails
+from ..tree import take_last as lasts
+from ..tree import tree_walk as walks
+from ..tree import verify_rows as verifies
 from . import define_op
 from .call import call, dense, require, require_slots
 

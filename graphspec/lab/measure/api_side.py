@@ -17,12 +17,12 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from ...command_options import LaunchConfig
-from ...config import SamplingConfig
-from ...engine.folders import model_folder
-from ...engine.text import Tokenizer
+from ...config.command_options import LaunchConfig
+from ...config.schema import SamplingConfig
 from ...errors import ConfigError, ResourceError
 from ...facts import read_model_facts, read_sampling_defaults
+from ...facts.folders import model_folder
+from ...text.tokenizer import Tokenizer
 from .metrics import Timeline
 from .workload import WorkloadRequest, make_workload
 

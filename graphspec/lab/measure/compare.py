@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from ...command_options import CLOSED
+from ...config.command_options import CLOSED
 from ...errors import ResourceError
 from .equality import Reference, Texts, Tokens, Verdict, judge
 from .metrics import Round, Timeline, figures, ratio

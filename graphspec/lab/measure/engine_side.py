@@ -6,16 +6,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...command_options import LaunchConfig
+from ...api.events import Stream
+from ...api.llm import LLM
+from ...api.outputs import Output
+from ...config.command_options import LaunchConfig
 from ...engine.depth import AdaptiveDepth
-from ...engine.events import Stream
 from ...engine.launcher import Launcher
-from ...engine.llm import LLM
-from ...engine.outputs import Output
 from ...engine.request import RequestMetrics, ResolvedParams, measured_params, sampling_class
 from ...errors import ResourceError
 from ...kernels import resolve
-from ...plan import Plan
+from ...plan.plan import Plan
 from .generations import record_generation
 from .grammar_rows import GrammarRows
 from .metrics import CycleCount, Timeline, closed_loop_arrivals

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from ...buffers import Views
-from ...engine.llm import LLM
+from ...api.llm import LLM
+from ...api.stops import OutputText
 from ...engine.request import ResolvedParams
-from ...engine.stops import OutputText
 from ...graphs.cycle import Cycle, RingEntry
 from ...graphs.programs import Key
 from ...graphs.stages.mailbox import Message
+from ...plan.buffers import Views
 from ...shapes import GraphKey
 
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...engine.llm import LLM
+from ...api.llm import LLM
 from ...engine.request import ResolvedParams
-from ...engine.structured import Structured
 from ...errors import ResourceError
+from ...text.structured import Structured
 from .metrics import Timeline, spread
 
 RECORDS = {

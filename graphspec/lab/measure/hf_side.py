@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-from ...buffers import DTYPES
-from ...catalog import Variant, all_variants, resolve_variant
-from ...command_options import LaunchConfig
-from ...config import SamplingConfig
-from ...engine.ends import find_ends
-from ...engine.folders import DEMO, model_folder
+from ...api.stops import OutputText
+from ...config.catalog import Variant, all_variants, resolve_variant
+from ...config.command_options import LaunchConfig
+from ...config.paths import user_path
+from ...config.schema import SamplingConfig
 from ...engine.request import SamplingParams
-from ...engine.stops import OutputText
-from ...engine.text import Tokenizer
 from ...errors import CheckpointError, ConfigError
 from ...facts import read_model_facts
-from ...hub import checkpoint_folder
-from ...paths import user_path
+from ...facts.folders import DEMO, model_folder
+from ...facts.hub import checkpoint_folder
+from ...plan.buffers import DTYPES
+from ...text.ends import find_ends
+from ...text.tokenizer import Tokenizer
 from .metrics import Timeline
 from .workload import WorkloadRequest, make_workload
 

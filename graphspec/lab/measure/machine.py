@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...buffers import DTYPES
+from ...plan.buffers import DTYPES
 
 LEAST_COPY = 2**14
 """Bytes of the smallest copy that is timed; a call takes longer than a smaller one."""

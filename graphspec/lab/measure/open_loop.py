@@ -19,9 +19,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from ...command_options import CLOSED, MAX_PROMPT, WorkloadConfig
+from ...config.command_options import CLOSED, MAX_PROMPT, WorkloadConfig
+from ...config.paths import read_json, read_text
 from ...errors import ConfigError
-from ...paths import read_json, read_text
 from .metrics import Round, Timeline, latency
 
 

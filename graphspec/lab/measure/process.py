@@ -20,7 +20,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import IO, Any, Self
 
-from ...command_options import LaunchConfig
+from ...config.command_options import LaunchConfig
 from ...errors import GraphspecError, ResourceError
 
 TAIL_LINES = 15

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...command_options import CLOSED, LaunchConfig
-from ...config import AcceptConfig
-from ...core_wait import busy_caution
+from ...config.command_options import CLOSED, LaunchConfig
+from ...config.paths import check_writable, user_path
+from ...config.schema import AcceptConfig
 from ...errors import ConfigError
-from ...hub import pinned
-from ...paths import check_writable, user_path
+from ...facts.hub import pinned
+from ...host.core_wait import busy_caution
 from .compare import Bench, Measured, Say, Schedule, records, set_verdicts
 from .equality import Reference, Verdict, judge
 from .open_loop import describe, read_trace

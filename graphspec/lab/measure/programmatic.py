@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...engine.llm import LLM
+from ...api.llm import LLM
 from ...engine.programmatic import CAPABILITY, remember
 from ...engine.request import SamplingParams
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...config import Config
-from ...paths import make_folder, unwritable
+from ...config.paths import make_folder, unwritable
+from ...config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[3]
 REVISION_FILE = ".revision"
@@ -102,7 +102,7 @@ def provenance(config: Config | None = None, plan: Mapping[str, Any] | None = No
 
     Args:
         config: the configuration that ran.
-        plan: what it resolved to, :meth:`graphspec.plan.Plan.describe`.
+        plan: what it resolved to, :meth:`graphspec.plan.plan.Plan.describe`.
     """
     record: dict[str, Any] = {
         "kind": "provenance",

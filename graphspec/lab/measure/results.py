@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ...checks import LONG, brief
-from ...command_options import CLOSED
+from ...config.checks import LONG, brief
+from ...config.command_options import CLOSED
+from ...config.paths import reason, user_path
 from ...errors import ConfigError
-from ...paths import reason, user_path
 from ...shapes import PLAIN
 from .metrics import percentile
 

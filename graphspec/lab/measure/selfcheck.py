@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from ...command_options import LaunchConfig
+from ...api.diff import comparable, diff, difference
+from ...api.llm import LLM
+from ...config.command_options import LaunchConfig
 from ...engine.device import resolve_device
-from ...engine.diff import comparable, diff, difference
-from ...engine.folders import model_folder
-from ...engine.llm import LLM
 from ...engine.request import measured_params
-from ...engine.text import Tokenizer
 from ...facts import read_model_facts
+from ...facts.folders import model_folder
 from ...graphs.cycle import Cycle, RingEntry
 from ...graphs.programs import Key
 from ...graphs.stages.mailbox import Message
-from ...runtime import resolve_runtime
+from ...plan.runtime import resolve_runtime
+from ...text.tokenizer import Tokenizer
 from .workload import make_workload
 
 MOST_TOKENS = 32
@@ -33,7 +33,7 @@ def check_runtime(config: LaunchConfig) -> dict[str, Any]:
     """Compare the configured runtime with its stages run one by one, on the first request of the workload.
 
     A captured program is compared with a direct launch of the same program, on one engine, and every slot it writes must be equal bit for
-    bit. Any other runtime is compared with ``eager`` (:func:`graphspec.engine.diff.diff`). Engines have one row and a short context, so
+    bit. Any other runtime is compared with ``eager`` (:func:`graphspec.api.diff.diff`). Engines have one row and a short context, so
     that two fit into the memory of one.
 
     Returns:

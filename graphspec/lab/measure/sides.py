@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...catalog import PLAIN_DECODING, resolve_variant
-from ...command_options import CLOSED, LaunchConfig
-from ...config import AcceptConfig, AdaptiveConfig, VariantConfig
+from ...config.catalog import PLAIN_DECODING, resolve_variant
+from ...config.command_options import CLOSED, LaunchConfig
+from ...config.schema import AcceptConfig, AdaptiveConfig, VariantConfig
 from ...errors import ConfigError
 
 SUBJECT, PLAIN, SELF = "subject", "none", "self"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...engine.llm import LLM
+from ...api.llm import LLM
 from ...errors import ResourceError
 from ...graphs.cycle import Cycle
 from ...graphs.programs import Key

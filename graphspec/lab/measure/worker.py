@@ -27,9 +27,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ...command_options import LaunchConfig
-from ...core_wait import CoreWait
+from ...config.command_options import LaunchConfig
 from ...errors import GraphspecError
+from ...host.core_wait import CoreWait
 from .process import unpack
 from .provenance import command_line, provenance
 from .sides import API

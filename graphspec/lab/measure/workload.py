@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 
-from ...command_options import CLOSED, LaunchConfig, WorkloadConfig
-from ...config import SamplingConfig
+from ...config.command_options import CLOSED, LaunchConfig, WorkloadConfig
+from ...config.paths import read_json, read_text
+from ...config.schema import SamplingConfig
 from ...errors import ConfigError
-from ...paths import read_json, read_text
 from .open_loop import TraceLine, arrivals, read_trace
 
 HELD_OUT = "held_out.jsonl"

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ...acceptance import ranks_with_noise
 from ...errors import ConfigError
+from ...plan.acceptance import ranks_with_noise
 from ...shapes import CycleShape
 
 if TYPE_CHECKING:
-    from ...command_options import LaunchConfig
+    from ...config.command_options import LaunchConfig
 
 SIBLING = 0.6
 """g, acceptance of a sibling relative to the next better one. Fitted to the demo drafts' chains and trees; see ``docs/choosing.md``."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ...catalog import Variant
+from ...config.catalog import Variant
 from ...errors import ConfigError
 from ...shapes import MAX_WINDOW, PLAIN, CycleShape
 from ..floor import FloorModel, Hardware, StageCost

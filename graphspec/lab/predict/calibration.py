@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...config import Config
-from ...engine.llm import LLM
+from ...api.llm import LLM
+from ...config.paths import reason
+from ...config.schema import Config
 from ...engine.request import SamplingParams
+from ...host.native_build import cache_folder, cpu_flags
 from ...models.attention import TreeAttention
 from ...models.layers import Linear
 from ...models.stack import DecoderStack
-from ...native_build import cache_folder, cpu_flags
-from ...paths import reason
-from ...runtime import resolve_runtime
+from ...plan.runtime import resolve_runtime
 from ...shapes import PLAIN, CycleShape
 from ..floor import FloorModel, has_tensors
 from ..measure.machine import copy_bandwidth
@@ -40,7 +40,7 @@ from ..measure.recorder import Recorder
 from .passes import Curve, PassTimes, TimedCycle, read_curves
 
 if TYPE_CHECKING:
-    from ...catalog import Variant
+    from ...config.catalog import Variant
     from .model_pair import ModelPair
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ...config import Config, ModelConfig
+from ...config.schema import Config, ModelConfig
 from ...graphs.memory import GIB, MemoryPlan, fit_memory, parameter_bytes
 from ...kernels import resolve
 from ...models.stack import uses_packed_weights
-from ...plan import Plan, make_plan
-from ...runtime import resolve_runtime
+from ...plan.plan import Plan, make_plan
+from ...plan.runtime import resolve_runtime
 from ..floor import FloorModel, has_tensors, kv_bytes_per_token
 
 if TYPE_CHECKING:
-    from ...command_options import LaunchConfig
+    from ...config.command_options import LaunchConfig
     from ...facts import ModelFacts, RecurrentFacts
     from ...shapes import CycleShape
     from .model_pair import ModelPair

@@ -7,8 +7,8 @@ import json
 from rich.console import Console
 from rich.text import Text
 
-from ...command_options import LaunchConfig
-from ...paths import check_writable, make_folder
+from ...config.command_options import LaunchConfig
+from ...config.paths import check_writable, make_folder
 from ..measure.provenance import provenance, write_jsonl
 from .plan import advise
 from .tables import show

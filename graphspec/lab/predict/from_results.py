@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...catalog import Variant
-from ...checks import LONG, brief
+from ...config.catalog import Variant
+from ...config.checks import LONG, brief
+from ...config.paths import user_path
 from ...errors import ConfigError
-from ...paths import user_path
 from ...shapes import PLAIN, CycleShape
 from ..floor import FloorModel, Hardware
 from ..measure.results import SideRecord, read_results

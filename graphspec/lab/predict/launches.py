@@ -16,24 +16,24 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...buffers import DTYPES, Arena
-from ...catalog import resolve_variant
-from ...config import VariantConfig
+from ...config.catalog import resolve_variant
+from ...config.schema import VariantConfig
 from ...graphs.programs import program_stages
 from ...graphs.stages.mailbox import MailLayout
 from ...kernels import OPS
 from ...kernels.registry import KernelSet
 from ...models.layers import use_kernels
+from ...plan.buffers import DTYPES, Arena
 from ...shapes import GREEDY, SamplingClass
 from ..floor import build_draft, build_target
 from .capacity import engine_plan
 
 if TYPE_CHECKING:
-    from ...catalog import Variant
-    from ...command_options import LaunchConfig
+    from ...config.catalog import Variant
+    from ...config.command_options import LaunchConfig
     from ...kernels.fused.launch import Launch
-    from ...models.llama import LlamaModel
-    from ...plan import Plan
+    from ...models.decoder import Decoder
+    from ...plan.plan import Plan
     from ...shapes import CycleShape
     from .model_pair import ModelPair
 
@@ -146,7 +146,7 @@ def planned_steps(
     return record(plan, target, draft, batch)
 
 
-def record(plan: Plan, target: LlamaModel, draft: Any, lanes: int, sampling: SamplingClass = GREEDY) -> list[Step]:
+def record(plan: Plan, target: Decoder, draft: Any, lanes: int, sampling: SamplingClass = GREEDY) -> list[Step]:
     """The launches of one cycle.
 
     Args:
@@ -156,7 +156,7 @@ def record(plan: Plan, target: LlamaModel, draft: Any, lanes: int, sampling: Sam
         sampling: class of the requests.
     """
     from ...kernels.fused.launch import launcher, recording, semaphores
-    from ...kernels.fused.linear import Products, fused_linear, linear, linear_summed
+    from ...kernels.linear.fused.linear import Products, fused_linear, linear, linear_summed
 
     steps: list[Step] = []
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 
-from ...catalog import Variant, load_object
-from ...config import VariantConfig
+from ...config.catalog import Variant, load_object
+from ...config.paths import user_path
+from ...config.schema import VariantConfig
 from ...errors import CheckpointError, ConfigError
 from ...facts import DraftFacts, ModelFacts, read_model_facts
+from ...facts.hub import checkpoint_folder, is_hub_id
 from ...facts.keys import read_config
-from ...hub import checkpoint_folder, is_hub_id
-from ...paths import user_path
 
 SHAPES = Path(str(files("graphspec"))) / "lab" / "predict" / "models"
 """Folder of the ``config.json`` files of published models, without weights."""
@@ -56,7 +56,7 @@ def config_folder(path: str, revision: str | None = None) -> Path:
     Raises:
         ConfigError: there is no such folder and no such name.
     """
-    from ...engine.folders import SHIPPED, model_folder
+    from ...facts.folders import SHIPPED, model_folder
 
     if path in SHIPPED:
         return model_folder(path, revision)
@@ -117,7 +117,7 @@ def _plain_config(folder: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def _draft_folder(folder: Path, model_path: str, config: VariantConfig, variant: Variant) -> Path | None:
-    from ...engine.folders import shipped_drafts
+    from ...facts.folders import shipped_drafts
 
     if config.draft is not None:
         return checkpoint_folder("variant.draft", config.draft, config.draft_revision, weights=False)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...catalog import Variant, resolve_variant
+from ...config.catalog import Variant, resolve_variant
 from ...engine.device import resolve_device
 from ...errors import ConfigError
-from ...plan import resolve_shape
+from ...plan.plan import resolve_shape
 from ...shapes import PLAIN, CycleShape
 from ..floor import FloorModel, Hardware
 from ..measure.machine import copy_bandwidth, matmul_rate
@@ -45,7 +45,7 @@ from .ranks import RankPrice, draft_of_rank, price_ranks
 from .shortfall import Shortfall, find_shortfall
 
 if TYPE_CHECKING:
-    from ...command_options import LaunchConfig
+    from ...config.command_options import LaunchConfig
 
 __all__ = ["Advice", "Prediction", "Ranked", "advise", "predict", "rank_shapes"]
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ...draft_parallel import resolve_draft_parallel
 from ...errors import ConfigError
-from ...plan import resolve_shape
+from ...plan.draft_parallel import resolve_draft_parallel
+from ...plan.plan import resolve_shape
 from ...shapes import PLAIN
 from ..floor import FloorModel
 from .capacity import capacity
 
 if TYPE_CHECKING:
-    from ...catalog import Variant
-    from ...command_options import LaunchConfig
-    from ...draft_parallel import DraftParallel
+    from ...config.catalog import Variant
+    from ...config.command_options import LaunchConfig
     from ...facts import DraftFacts, ModelFacts
+    from ...plan.draft_parallel import DraftParallel
     from ..floor import Hardware
     from .model_pair import ModelPair
 
 BEST_BYTES = 16
-"""Of a position, what a rank says of its part of the logits: :func:`graphspec.kernels.shard_topk.pack_shard`, K = 1."""
+"""Of a position, what a rank says of its part of the logits: :func:`graphspec.kernels.tree.shard_topk.pack_shard`, K = 1."""
 SIZES = (1, 2, 4, 8, 16)
 """Numbers of ranks that are priced."""
 
@@ -103,7 +103,7 @@ def sums_ms(facts: ModelFacts, size: int, tokens: int, itemsize: int, start_us: 
 def draft_of_rank(
     config: LaunchConfig, target: ModelFacts, pair: ModelPair, variant: Variant, *, device: str, dtype: str
 ) -> tuple[DraftFacts | None, DraftParallel | None]:
-    """What a rank holds of the draft, and why, as :func:`graphspec.plan.make_plan` settles it.
+    """What a rank holds of the draft, and why, as :func:`graphspec.plan.plan.make_plan` settles it.
 
     Args:
         config: as composed.

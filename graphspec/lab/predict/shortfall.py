@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from ...compose import load_config
-from ...config import VariantConfig
+from ...config.compose import load_config
+from ...config.schema import VariantConfig
 from ...errors import spell_bytes
 from ...shapes import PLAIN
 from .capacity import Capacity, capacity
 
 if TYPE_CHECKING:
-    from ...command_options import LaunchConfig
+    from ...config.command_options import LaunchConfig
     from ...shapes import CycleShape
     from ..floor import FloorModel
     from .model_pair import ModelPair

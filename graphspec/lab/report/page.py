@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ...command_options import LaunchConfig
+from ...config.command_options import LaunchConfig
+from ...config.hints import install_hint
+from ...config.paths import check_writable, make_folder, unwritable
 from ...errors import ConfigError
-from ...hints import install_hint
-from ...paths import check_writable, make_folder, unwritable
 from ..measure.results import LATENCIES, Line, Results, SideRecord, model, read_results, unique
 from . import tables
 from .numbers import TIMES, plural, spell

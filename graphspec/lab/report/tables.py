@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...core_wait import busy_caution
 from ...errors import spell_bytes
+from ...host.core_wait import busy_caution
 from ..measure.results import ONCE, SPEEDS, Line, Results, SideRecord, hardware, model, on_cpu, unique
 from .numbers import DASH, TIMES, plural, spell, spell_count
 

@@ -9,11 +9,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ...catalog import resolve_variant
-from ...command_options import CLOSED, LaunchConfig
+from ...config.catalog import resolve_variant
+from ...config.command_options import CLOSED, LaunchConfig
+from ...config.paths import check_writable
 from ...errors import ConfigError
-from ...hub import pinned
-from ...paths import check_writable
+from ...facts.hub import pinned
 from ..measure.provenance import result_file, write_jsonl
 from ..measure.sides import PLAIN
 from .experiment import write_experiment

@@ -9,9 +9,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from ...compose import config_groups, load_config
-from ...config import Config
-from ...paths import make_folder, unwritable
+from ...config.compose import config_groups, load_config
+from ...config.paths import make_folder, unwritable
+from ...config.schema import Config
 
 _NAMED_BY = {"variant": "name", "model": "path", "runtime": "name", "kernels": "mode", "accept": "rule", "hardware": "name"}
 """The field of a group with the name of the choice."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ...catalog import Variant, resolve_variant
-from ...command_options import LaunchConfig
+from ...config.catalog import Variant, resolve_variant
+from ...config.command_options import LaunchConfig
 from ...errors import ConfigError
 from ...facts import DraftFacts, ModelFacts
-from ...plan import make_plan, resolve_shape
+from ...plan.plan import make_plan, resolve_shape
 from ...shapes import MAX_WINDOW, PLAIN, CycleShape
 from ..floor import FloorModel
 from ..predict.advice import Efficiency, candidate_shapes, rank_shapes

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from ...command_options import LaunchConfig
-from ...core_wait import busy_caution
+from ...config.command_options import LaunchConfig
+from ...host.core_wait import busy_caution
 
 if TYPE_CHECKING:
     from .choice import Choice, Outcome, Shape

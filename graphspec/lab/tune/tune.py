@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...catalog import resolve_variant
-from ...command_options import LaunchConfig
-from ...config import AdaptiveConfig, Config
+from ...config.catalog import resolve_variant
+from ...config.command_options import LaunchConfig
+from ...config.schema import AdaptiveConfig, Config
 from ...errors import ResourceError
 from ..measure.compare import Bench, Measured, Say, Schedule, records, set_verdicts
 from ..measure.metrics import figures, ratio

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphspec.kernels.fused import tree_attention as fused
+from graphspec.kernels.attention.fused import tree_attention as fused
 from graphspec.kernels.fused.launch import recording
 
 ROOT = Path(__file__).resolve().parents[3]

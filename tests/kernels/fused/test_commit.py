@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from graphspec.buffers import POISON, Arena
 from graphspec.graphs.compile import compile_stages
 from graphspec.graphs.programs import cycle_stages
 from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.graphs.stages.stage import Build
 from graphspec.kernels import OPS, select_kernels
-from graphspec.kernels.commit_rows import OP, commit_case
-from graphspec.kernels.fused.commit_rows import CHUNK, commit_rows
 from graphspec.kernels.fused.launch import recording
+from graphspec.kernels.tree.commit_rows import OP, commit_case
+from graphspec.kernels.tree.fused.commit_rows import CHUNK, commit_rows
+from graphspec.plan.buffers import POISON, Arena
 from graphspec.shapes import GREEDY
 from tests.support.tiny import structure_plan, tiny_networks
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphspec.buffers import POISON, Status
-from graphspec.kernels.draft_level import OP, draft_level
-from graphspec.kernels.draft_window import LIVE
-from graphspec.kernels.fused.draft_level import draft_level as fused
 from graphspec.kernels.fused.launch import INTERPRETED
 from graphspec.kernels.groups import Beams, Candidates
-from graphspec.kernels.mail_apply import FREE
+from graphspec.kernels.tree.draft_level import OP, draft_level
+from graphspec.kernels.tree.draft_window import LIVE
+from graphspec.kernels.tree.fused.draft_level import draft_level as fused
+from graphspec.kernels.tree.mail_apply import FREE
+from graphspec.plan.buffers import POISON, Status
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 INF = math.inf

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphspec.kernels.fused import draft_topk as module
+from graphspec.kernels.tree.fused import draft_topk as module
 
 from ._vocabulary import call, functions, lane
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphspec.buffers import POISON, Status
-from graphspec.kernels.draft_window import OP, draft_window
-from graphspec.kernels.fused import draft_window as module
 from graphspec.kernels.fused.launch import INTERPRETED
-from graphspec.kernels.fused.take_last import take_last as fused_take_last
-from graphspec.kernels.take_last import take_last
+from graphspec.kernels.tree.draft_window import OP, draft_window
+from graphspec.kernels.tree.fused import draft_window as module
+from graphspec.kernels.tree.fused.take_last import take_last as fused_take_last
+from graphspec.kernels.tree.take_last import take_last
+from graphspec.plan.buffers import POISON, Status
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 fused = module.draft_window

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphspec.engine.llm import LLM
+from graphspec.api.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import ConfigError
 from graphspec.kernels import select_kernels

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphspec.kernels.kv_move import OP
+from graphspec.kernels.attention.kv_move import OP
 
 from ._programs import ORDERS, program_order
 

@@ -18,20 +18,13 @@ from torch import Tensor, nn
 from triton.runtime.errors import OutOfResources
 
 from graphspec.errors import CaptureError, ConfigError
-from graphspec.kernels.fused import linear as module
-from graphspec.kernels.fused import linear_tune
 from graphspec.kernels.fused.hopper import PROGRAM_SHARED_BYTES
 from graphspec.kernels.fused.launch import recording, semaphores
-from graphspec.kernels.fused.linear import LinearConfig, LinearShape, LinearTable, fused_linear, linear
-from graphspec.kernels.fused.linear_choice import (
-    FORMAT,
-    candidates,
-    decoded,
-    device_identity,
-    fast_config,
-    invariant_config,
-)
-from graphspec.kernels.linear import linear as reference
+from graphspec.kernels.linear.fused import linear as module
+from graphspec.kernels.linear.fused import linear_tune
+from graphspec.kernels.linear.fused.linear import LinearConfig, LinearShape, LinearTable, fused_linear, linear
+from graphspec.kernels.linear.fused.linear_choice import FORMAT, candidates, decoded, device_identity, fast_config, invariant_config
+from graphspec.kernels.linear.linear import linear as reference
 from graphspec.kernels.op import Signature
 from graphspec.models.layers import Linear, RMSNorm
 from perf.gpu.linear import LAYERS, record, shapes

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from graphspec.errors import CaptureError
 from graphspec.kernels.formulas import rms_norm
 from graphspec.kernels.fused import aot
-from graphspec.kernels.fused import linear as module
 from graphspec.kernels.fused.hopper import MULTIPROCESSORS, RESERVED_BYTES, SHARED_BYTES, resident
 from graphspec.kernels.fused.launch import recording
-from graphspec.kernels.fused.linear import fused_linear, linear, linear_summed
-from graphspec.kernels.fused.linear_choice import LinearConfig, LinearShape, LinearTable, fast_config, invariant_config
-from graphspec.kernels.linear import ResidualStream, hidden_of
-from graphspec.kernels.linear import linear as reference
+from graphspec.kernels.linear.fused import linear as module
+from graphspec.kernels.linear.fused.linear import fused_linear, linear, linear_summed
+from graphspec.kernels.linear.fused.linear_choice import LinearConfig, LinearShape, LinearTable, fast_config, invariant_config
+from graphspec.kernels.linear.linear import ResidualStream, hidden_of
+from graphspec.kernels.linear.linear import linear as reference
 from graphspec.kernels.op import Signature
 from graphspec.models.layers import Linear, RMSNorm
 
@@ -252,7 +252,7 @@ def test_few_rows_without_a_norm_are_not_split() -> None:
 PROBE = """
 import sys
 from pathlib import Path
-from graphspec.kernels.fused import linear
+from graphspec.kernels.linear.fused import linear
 from graphspec.kernels.fused.aot import compiled_for_gpu
 from graphspec.kernels.fused.hopper import MULTIPROCESSORS, resident
 from graphspec.kernels.fused.launch import recording

@@ -10,14 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphspec.buffers import POISON, Arena
 from graphspec.graphs.stages.mailbox import Join, Mailbox, MailLayout, Message
 from graphspec.kernels import select_kernels
-from graphspec.kernels.fused import mail_apply as module
 from graphspec.kernels.fused.launch import INTERPRETED
-from graphspec.kernels.fused.mail_apply import _lane_table
-from graphspec.kernels.fused.mail_apply import mail_apply as fused
-from graphspec.kernels.mail_apply import OP, mail_apply
+from graphspec.kernels.tree.fused import mail_apply as module
+from graphspec.kernels.tree.fused.mail_apply import _lane_table
+from graphspec.kernels.tree.fused.mail_apply import mail_apply as fused
+from graphspec.kernels.tree.mail_apply import OP, mail_apply
+from graphspec.plan.buffers import POISON, Arena
 from graphspec.shapes import GREEDY, SamplingClass
 from tests.support.plans import plan as make
 

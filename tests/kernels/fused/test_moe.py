@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from graphspec.kernels.fused import launch
-from graphspec.kernels.fused import moe_mlp as fused
-from graphspec.kernels.fused import moe_route as fused_route
-from graphspec.kernels.moe_mlp import moe_mlp
-from graphspec.kernels.moe_route import moe_route
+from graphspec.kernels.linear.fused import moe_mlp as fused
+from graphspec.kernels.linear.fused import moe_route as fused_route
+from graphspec.kernels.linear.moe_mlp import moe_mlp
+from graphspec.kernels.linear.moe_route import moe_route
 
 
 @pytest.fixture(autouse=True)

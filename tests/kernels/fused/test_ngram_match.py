@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graphspec.buffers import POISON, Status
-from graphspec.kernels.fused import ngram_match as module
 from graphspec.kernels.fused.launch import INTERPRETED, semaphores
 from graphspec.kernels.groups import Candidates
-from graphspec.kernels.ngram_match import OP, match_rows
+from graphspec.kernels.tree.fused import ngram_match as module
+from graphspec.kernels.tree.ngram_match import OP, match_rows
+from graphspec.plan.buffers import POISON, Status
 from tests.kernels.test_ngram_match import as_entries, best_paths, pool_of, problems
 
 DEVICE = "cpu" if INTERPRETED else "cuda"

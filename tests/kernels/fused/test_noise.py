@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphspec.kernels.fused._vocabulary import counter_hash, gumbel, hash_words
-from graphspec.kernels.noise import BELOW_ONE
-from graphspec.kernels.noise import counter_hash as reference_hash
+from graphspec.kernels.sampling.fused._vocabulary import counter_hash, gumbel, hash_words
+from graphspec.kernels.sampling.noise import BELOW_ONE
+from graphspec.kernels.sampling.noise import counter_hash as reference_hash
 
 from ._vocabulary import DEVICE, call, functions
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphspec.kernels.fused._thresholds import BLOCK
+from graphspec.kernels.sampling.fused._thresholds import BLOCK
 
 from ._vocabulary import call, functions, lane
 

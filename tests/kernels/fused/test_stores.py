@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
 
 import pytest
 import torch
@@ -11,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphspec.kernels import OPS, KernelOp, fused
+from graphspec.kernels import OPS, KernelOp
+from graphspec.kernels.fused.aot import fused_modules
 from graphspec.kernels.fused.launch import INTERPRETED, launch, recording
 from graphspec.kernels.fused.races import CONSTANT, DISJOINT, STORED_ONCE
 from tests.kernels.fused._touches import meetings
@@ -65,7 +65,7 @@ def test_declared_stores_do_not_overlap(op: KernelOp) -> None:
 
 
 def test_what_is_declared_exists() -> None:
-    modules = [importlib.import_module(f"{fused.__name__}.{info.name}") for info in pkgutil.iter_modules(fused.__path__)]
+    modules = [importlib.import_module(name) for name in fused_modules()]
     kernels = {name: value.arg_names for module in modules for name, value in vars(module).items() if hasattr(value, "arg_names")}
     for table in (DISJOINT, STORED_ONCE, CONSTANT):
         for kernel, arguments in table.items():

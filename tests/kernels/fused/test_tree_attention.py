@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from graphspec.errors import ConfigError
-from graphspec.kernels.fused import tree_attention as fused
+from graphspec.kernels.attention.fused import tree_attention as fused
+from graphspec.kernels.attention.tree_attention import OP, poison_unseen, random_pool, visible_slots
 from graphspec.kernels.fused.launch import recording, semaphores
-from graphspec.kernels.tree_attention import OP, poison_unseen, random_pool, visible_slots
 
 from ._programs import ORDERS, program_order, side_by_side
 

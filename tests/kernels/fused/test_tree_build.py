@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphspec.errors import ConfigError
-from graphspec.kernels.chain_layout import OP as CHAIN
 from graphspec.kernels.op import KernelOp
-from graphspec.kernels.tree_build import OP, candidate_pool, node_slots, window_case
+from graphspec.kernels.tree.chain_layout import OP as CHAIN
+from graphspec.kernels.tree.tree_build import OP, candidate_pool, node_slots, window_case
 
 NODE_SLOTS = OP.mutates
 

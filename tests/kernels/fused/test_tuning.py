@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphspec.config import KernelsConfig
+from graphspec.config.schema import KernelsConfig
 from graphspec.engine.request import SamplingParams
 from graphspec.engine.tuning import read_table
 from graphspec.errors import ConfigError
-from graphspec.kernels.fused import linear_tune
-from graphspec.kernels.fused.linear_choice import LinearShape, LinearTable, device_identity
+from graphspec.kernels.linear.fused import linear_tune
+from graphspec.kernels.linear.fused.linear_choice import LinearShape, LinearTable, device_identity
 from tests.support.engines import CHAIN, mirror_pair, prompts
 
 CPU = torch.device("cpu")

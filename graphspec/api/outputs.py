@@ -1,0 +1,236 @@
+"""What a call returns: outputs, stream events and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+
+from ..config.checks import brief
+from ..engine.request import Request, RequestMetrics, TokenLogprob
+from ..plan.plan import Plan
+from .stops import OutputText
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Figures of one request, or of all requests of one call.
+
+    Attributes:
+        cycles: cycles run (a batch's cycle counts once per row in it).
+        acceptance_length: new tokens per cycle, the bonus token included, the prefill's token not counted, cycles cut short by a stop
+            id or the budget left out. Where some cycles drafted and others decoded plainly, of the former.
+        accepted_per_position: share of those cycles, of the ones that were so deep, that accepted the draft token at depth 1, 2, ... S.
+        prefill_seconds: arrival to first token; for a whole call, the longest.
+        decode_seconds: first token to the end; for a whole call, wall time from the first request's first token to the end.
+        tokens_per_second: tokens after each request's first, per decode second.
+        cached_tokens: of the prompts, found in pages of other requests (``runtime.prefix_cache``) and not computed.
+        lossy: the acceptance rule does not leave the target's distribution as it is.
+        synthetic: the accepted lengths were forced; nothing but the time means anything.
+    """
+
+    cycles: int
+    acceptance_length: float
+    accepted_per_position: list[float]
+    prefill_seconds: float
+    decode_seconds: float
+    tokens_per_second: float
+    cached_tokens: int = 0
+    lossy: bool = False
+    synthetic: bool = False
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Output:
+    """Result of one request. Its ``repr`` is short: part of the text, and how many tokens there are.
+
+    Attributes:
+        index: position in the call's prompts.
+        token_ids: new tokens; a stop id that ended the request is the last one, or the token in which a stop text ended.
+        text: of these tokens, without the stop text unless the request includes it.
+        finish_reason: ``stop``, ``length``, ``memory`` (page pool too small), ``deadline``, ``abort`` or ``error``.
+        error: the message when ``finish_reason`` is ``error``.
+        seed: what every draw followed from; ``SamplingParams(seed=...)`` with it gives these tokens again.
+        logprobs: one for each token when they were asked for, else None.
+        sample: which of the ``n`` outputs of the prompt. They follow each other in the call's outputs.
+        stop_reason: the stop text, or the id of ``stop_token_ids``, that ended the request; None: something else did.
+        prompt_logprobs: one for each token of the prompt when they were asked for, None for the first.
+        timing: when its tokens came, cycle by cycle.
+    """
+
+    index: int
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    error: str | None
+    metrics: Metrics
+    seed: int
+    logprobs: list[TokenLogprob] | None = None
+    sample: int = 0
+    stop_reason: str | int | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    timing: RequestMetrics = field(default_factory=RequestMetrics)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were found in pages of other requests and not computed."""
+        return self.metrics.cached_tokens
+
+    def __repr__(self) -> str:
+        said = {"index": str(self.index)} | ({"sample": str(self.sample)} if self.sample else {})
+        said |= {"text": brief(self.text), "tokens": str(len(self.token_ids)), "finish_reason": repr(self.finish_reason)}
+        said |= {"acceptance_length": f"{self.metrics.acceptance_length:.2f}"} if self.error is None else {"error": repr(self.error)}
+        return f"Output({', '.join(f'{name}={value}' for name, value in said.items())})"
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """New tokens of one request, as soon as they are accepted.
+
+    Attributes:
+        text: what is final now; of the tokens so far, the end may be held back as long as it may be part of a character or a stop text.
+        error: the message when ``finish_reason`` is ``error``.
+        seed, sample, stop_reason: as in :class:`Output`.
+        prompt_logprobs: as in :class:`Output`, in the request's first event.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finished: bool
+    finish_reason: str | None = None
+    logprobs: list[TokenLogprob] | None = None
+    error: str | None = None
+    seed: int | None = None
+    sample: int = 0
+    stop_reason: str | int | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """All that a request has generated so far, by the names of vLLM's ``CompletionOutput``.
+
+    Attributes:
+        index: which of the ``n`` outputs of the prompt.
+        logprobs: of the tokens, where they were asked for.
+        finish_reason, stop_reason: as in :class:`Output`; None: the request goes on.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class _SoFar:
+    """What the events of a request had, put together; it only grows."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput(StreamEvent):
+    """A :class:`StreamEvent` that also has all of the request so far, as vLLM's ``RequestOutput`` has it.
+
+    Attributes:
+        request_id: of the call.
+        prompt_token_ids: of the request.
+    """
+
+    request_id: str = ""
+    prompt_token_ids: list[int] = field(default_factory=list)
+    _so_far: _SoFar = field(default_factory=_SoFar, repr=False, compare=False)
+    _texts: int = field(default=0, repr=False, compare=False)
+    _tokens: int = field(default=0, repr=False, compare=False)
+
+    @property
+    def outputs(self) -> list[Completion]:
+        """One entry: everything up to this event."""
+        so_far, tokens = self._so_far, self._tokens
+        text, logprobs = "".join(so_far.texts[: self._texts]), so_far.logprobs[:tokens] if self.logprobs is not None else None
+        return [Completion(self.sample, text, so_far.token_ids[:tokens], logprobs, self.finish_reason, self.stop_reason)]
+
+
+def cumulative(request_id: str, requests: Sequence[Request]) -> Callable[[StreamEvent], RequestOutput]:
+    """A function that makes each event of these requests, in order, one with all so far."""
+    prompts = {(request.index, request.sample): request.prompt for request in requests}
+    known: dict[tuple[int, int], _SoFar] = {}
+
+    def add(event: StreamEvent) -> RequestOutput:
+        place = event.index, event.sample
+        so_far = known.setdefault(place, _SoFar())
+        so_far.texts.append(event.text)
+        so_far.token_ids += event.token_ids
+        so_far.logprobs += event.logprobs or []
+        said = {name.name: getattr(event, name.name) for name in fields(StreamEvent)}
+        return RequestOutput(**said, request_id=request_id, prompt_token_ids=prompts[place], _so_far=so_far, _texts=len(so_far.texts),
+                             _tokens=len(so_far.token_ids))  # fmt: skip
+
+    return add
+
+
+@dataclass(frozen=True, slots=True)
+class TreeSnapshot:
+    """One cycle's draft tree as it was verified, for display."""
+
+    token_N: list[int]
+    parent_N: list[int]
+    depth_N: list[int]
+    accepted: list[bool]
+    text_N: list[str] = field(default_factory=list)
+
+
+def summarise(requests: Sequence[Request], plan: Plan) -> Metrics:
+    """Metrics over ``requests``, which ran under ``plan``."""
+    depth = plan.shape.num_steps
+    drafted = [cycle for r in requests for cycle in r.metrics.drafted_cycles()]
+    runs = [tokens for tokens, _ in drafted] or [tokens for r in requests for tokens in r.metrics.whole_cycles()]
+    deep_enough = [[tokens for tokens, deep in drafted if deep >= d] for d in range(1, depth + 1)]
+    positions = [sum(tokens > d for tokens in some) / max(1, len(some)) for d, some in enumerate(deep_enough, 1)]
+    started = [r.metrics.first_token for r in requests if r.metrics.first_token is not None]
+    finished = [r.metrics.finished for r in requests if r.metrics.first_token is not None and r.metrics.finished is not None]
+    decode = max(finished) - min(started) if started and finished else 0.0
+    prefill = max((r.metrics.first_token - r.metrics.arrived for r in requests if r.metrics.first_token is not None), default=0.0)
+    later = sum(max(0, len(r.output) - 1) for r in requests)
+    return Metrics(
+        cycles=sum(r.metrics.cycles for r in requests),
+        acceptance_length=sum(runs) / len(runs) if runs else 0.0,
+        accepted_per_position=positions,
+        prefill_seconds=prefill,
+        decode_seconds=decode,
+        tokens_per_second=later / decode if decode > 0 else 0.0,
+        cached_tokens=sum(r.metrics.cached_tokens for r in requests),
+        lossy=plan.accept.lossy,
+        synthetic=plan.accept.synthetic,
+    )
+
+
+def make_output(request: Request, text: OutputText | None, plan: Plan) -> Output:
+    """What a call returns for a request that has ended.
+
+    Args:
+        request: has ended.
+        text: its text, nothing pushed yet; None: it has none.
+        plan: it ran under.
+    """
+    return Output(
+        index=request.index,
+        prompt_token_ids=request.prompt,
+        token_ids=request.output,
+        text=text.push(request.output, last=True) if text is not None else "",
+        finish_reason=request.finish_reason or "error",
+        error=request.error,
+        metrics=summarise([request], plan),
+        seed=request.seed,
+        logprobs=request.logprobs if request.params.logprobs is not None else None,
+        sample=request.sample,
+        stop_reason=request.stop_reason(text.stop if text is not None else None),
+        prompt_logprobs=request.scored_prompt,
+        timing=request.metrics,
+    )

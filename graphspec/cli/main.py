@@ -1,0 +1,492 @@
+"""The console script. The first word is a command, the rest are Hydra overrides and Hydra's own flags.
+
+Answers on stdout, progress and complaints on stderr. Exit codes: 0 done; 1 ``diff`` found a difference; 2 a wrong configuration, checkpoint
+or request, or a ``generate`` whose requests all failed (a request that fails among others is reported in its own output). Imports no torch
+until a command really runs a model, so help and completion are immediate.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ..config.checks import closest, cut
+from ..errors import ConfigError, GraphspecError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from ..api.llm import LLM
+    from ..api.outputs import Metrics, Output
+    from ..config.command_options import LaunchConfig
+
+FULL_ERROR = "HYDRA_FULL_ERROR"
+MAX_ERROR_LENGTH = 2000
+"""Characters of an error message that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command."""
+
+    run: Callable[..., int]
+    """Called with the composed configuration, or with its raw arguments."""
+    summary: str
+    usage: str
+    raw_arguments: bool = False
+    """It takes raw arguments and no configuration."""
+
+
+class _CheckedStdout:
+    """Wraps standard output; a failed write raises :class:`ConfigError`."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        return self._attempt(self.stream.write, text)
+
+    def flush(self) -> None:
+        self._attempt(self.stream.flush)
+
+    def _attempt(self, do: Callable[..., Any], *arguments: str) -> Any:
+        try:
+            return do(*arguments)
+        except OSError as error:
+            # The interpreter flushes at exit and would print an error.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            if isinstance(error, BrokenPipeError):
+                raise
+            raise ConfigError("standard output", "room for the answer", error.strerror or str(error)) from error
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with its code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if sys.stderr is None:
+        # It was closed. Libraries must not write into a file that reuses its descriptor.
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
+    stdout = sys.stdout
+    try:
+        if stdout is None:
+            raise ConfigError("standard output", "something to write the answer to", "it is closed")
+        if isinstance(stdout, io.TextIOWrapper) and stdout.errors == "strict":
+            # Characters outside its encoding are escaped.
+            stdout.reconfigure(errors="backslashreplace")
+        sys.stdout = _CheckedStdout(stdout)
+        code = _dispatch(words)
+        sys.stdout.flush()
+    except GraphspecError as error:
+        code = _print_errors([str(error)])
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:
+        # The reader closed the pipe (`| head`).
+        code = 141
+    finally:
+        sys.stdout = stdout
+    sys.exit(code)
+
+
+def _print_errors(sentences: Sequence[str]) -> int:
+    """Print one line each to stderr; returns the exit code."""
+    for sentence in sentences:
+        line = " ".join(sentence.split())
+        print("graphspec: " + cut(line, MAX_ERROR_LENGTH), file=sys.stderr)
+    return 2
+
+
+def _dispatch(words: list[str]) -> int:
+    from .. import __version__
+
+    if words[:1] == ["--version"]:
+        print(f"graphspec {__version__}")
+        return 0
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    name, rest = (words[0], words[1:]) if not words[0].startswith("-") else ("generate", words)
+    if name not in COMMANDS:
+        raise ConfigError("command", list(COMMANDS), repr(name), closest(name, list(COMMANDS)) or "graphspec --help")
+    if "-h" in rest or "--help" in rest:
+        print(_command_help(name))
+        return 0
+    if COMMANDS[name].raw_arguments:
+        return COMMANDS[name].run(rest)
+    if any(word.startswith("-") for word in rest):
+        return _hydra(name, rest)
+    from ..config.compose import load_config
+
+    return _run(name, load_config(*rest))
+
+
+def _run(name: str, config: LaunchConfig) -> int:
+    logger = logging.getLogger("graphspec")
+    # stderr may have been replaced since the last call.
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("graphspec: %(levelname)s: %(message)s"))
+    handlers, level = logger.handlers, logger.level
+    logger.handlers = [handler]
+    logger.setLevel(config.log.upper())
+    try:
+        return COMMANDS[name].run(config)
+    finally:
+        logger.handlers = handlers
+        logger.setLevel(level)
+
+
+def _hydra(name: str, words: list[str]) -> int:
+    """Hand the words to Hydra's own launcher: ``--cfg``, ``--info``, ``--multirun``, ``--shell-completion``, ..."""
+    import hydra
+
+    from ..config import compose
+
+    if _completing(words):
+        return 0
+    words = compose.sort_words(words)
+    if any(word in ("--cfg", "-c") for word in words):
+        compose.load_config(*(word for word in words if "=" in word and not word.startswith(("-", "hydra."))))
+    prompts, words = compose.split_prompts(words)
+    compose.check_words(words)
+    words = compose.take_checkpoint(compose.take_experiment_file(words))
+    codes: list[int] = []
+    crashes: list[BaseException] = []
+
+    def task(composed: DictConfig) -> None:
+        # A refused case of a sweep does not end the others.
+        try:
+            codes.append(_run(name, compose.to_launch_config(composed, prompts)))
+        except GraphspecError as error:
+            codes.append(_print_errors([str(error)]))
+        except BaseException as error:
+            crashes.append(error)
+            raise
+
+    compose.register_schema()
+    before, full_error = sys.argv, os.environ.get(FULL_ERROR)
+    sys.argv = [before[0], *words]
+    # Hydra would end the process itself, with several lines or a shortened traceback.
+    os.environ[FULL_ERROR] = "1"
+    try:
+        module, name_of_config, version = compose.CONFIG_MODULE, compose.CONFIG_NAME, compose.VERSION_BASE
+        hydra.main(config_path=f"pkg://{module}", config_name=name_of_config, version_base=version)(task)()
+    except compose.HYDRA_ERRORS as error:
+        # Exceptions of the command itself pass unchanged.
+        if error in crashes:
+            raise
+        raise compose.explain(error, words) from error
+    finally:
+        sys.argv = before
+        os.environ.pop(FULL_ERROR)
+        if full_error is not None:
+            os.environ[FULL_ERROR] = full_error
+    return max(codes, default=0)
+
+
+def _completing(words: list[str]) -> bool:
+    """Serve a completion of the first word, or hide it from Hydra, which completes overrides only. Returns whether it was served."""
+    line = os.environ.get("COMP_LINE")
+    if line is None or not any(word.startswith("query=") for word in words):
+        return False
+    typed = line.split()
+    if len(typed) > 2 or (len(typed) == 2 and line[-1:].isspace()):
+        program, rest = line.split(maxsplit=1)
+        if typed[1] in COMMANDS:
+            os.environ["COMP_LINE"] = program + rest.removeprefix(typed[1])
+        return False
+    prefix = typed[1] if len(typed) == 2 else ""
+    print(" ".join(name for name in COMMANDS if name.startswith(prefix)))
+    return True
+
+
+def _generate(config: LaunchConfig) -> int:
+    from .input import failures, read_requests
+
+    requests = read_requests(config)
+    if all(request.error for request in requests):
+        return _print_errors(failures([request.error for request in requests]))
+    from ..api.llm import LLM
+    from ..engine.request import sampling_class
+    from ..host.progress import progress_bars
+
+    served = {i: (request.prompt, request.params) for i, request in enumerate(requests) if request.params is not None}
+    llm = LLM.from_config(config)
+    # Checks that need the model's facts, before anything is compiled.
+    found = llm.check([prompt for prompt, _ in served.values()], [params for _, params in served.values()])
+    errors = {i: request.error for i, request in enumerate(requests)} | dict(zip(served, found, strict=True))
+    if all(errors.values()):
+        return _print_errors(failures(list(errors.values())))
+    served = {i: request for i, request in served.items() if errors[i] is None}
+    prompts, params = [prompt for prompt, _ in served.values()], [params for _, params in served.values()]
+    count = sum(param.n for param in params)
+    llm.warm_up(count, sampling=sampling_class(params, llm.plan.sampling_defaults))
+    if config.format == "text" and len(requests) == count == 1:
+        for event in llm.stream(prompts[0], params[0]):
+            print(event.text, end="", flush=True)
+        print()
+    else:
+        numbers = list(served)
+        done: dict[int, list[Output]] = {}
+        with progress_bars() as progress:
+            for output in llm.generate(prompts, params, progress=progress):
+                done.setdefault(numbers[output.index], []).append(output)
+        errors |= {i: output.error for i, several in done.items() for output in several if output.finish_reason == "error"}
+        _print_outputs(config, [request.headline for request in requests], done, errors, llm)
+        _print_errors(failures(list(errors.values())))
+    if all(errors.values()):
+        return 2
+    if llm.metrics is not None:
+        print(_summary(llm.metrics), file=sys.stderr)
+    return 0
+
+
+def _print_outputs(
+    config: LaunchConfig, headlines: Sequence[str], outputs: Mapping[int, Sequence[Output]], errors: Mapping[int, str | None], llm: LLM
+) -> None:
+    """Print the outputs of every prompt, and in JSON the errors of failed ones."""
+    if config.format == "json":
+        rows = []
+        for i, error in errors.items():
+            several = outputs.get(i) or (None,)
+            rows += [_row(output, error, i if len(several) > 1 else None) for output in several]
+        asked, plan = {"variant": config.variant.name, "model": config.model.path}, llm.plan
+        setting = asked | {"runtime": plan.runtime.name, "plan": plan.describe()}
+        metrics = asdict(llm.metrics) if llm.metrics is not None else None
+        print(json.dumps({"outputs": rows, "metrics": metrics, **setting}, default=str))
+        return
+    for i, several in outputs.items():
+        for output in several if errors[i] is None else ():
+            number = i if len(several) == 1 else f"{i}.{output.sample}"
+            print(f"--- {number}: {headlines[i]}\n{output.text}")
+
+
+def _inspect(config: LaunchConfig) -> int:
+    from .input import read_prompt
+
+    prompt = read_prompt(config)
+    from ..api.llm import LLM
+    from .inspect import show
+
+    show(LLM.from_config(config), prompt)
+    return 0
+
+
+def _diff(config: LaunchConfig) -> int:
+    from .input import read_prompt
+
+    prompt = read_prompt(config)
+    from ..api.diff import diff
+    from ..engine.device import resolve_device
+    from ..plan.runtime import resolve_runtime
+
+    device = resolve_device(config.hardware.device)
+    left, right = (resolve_runtime(name, device).name for name in (config.left, config.right))
+    report = diff(config, left, right, prompt)
+    if config.format == "json":
+        print(json.dumps({"left": left, "right": right} | asdict(report)))
+    elif report.equal:
+        print(f"{left} and {right}: no slot differs in {report.launches} launches")
+    else:
+        where = f"cycle {report.cycle}, first after stage {report.stage}, slot {report.slot}"
+        print(f"{left} and {right} differ in {where}: {report.detail}")
+    return 0 if report.equal else 1
+
+
+def _demo(config: LaunchConfig) -> int:
+    from .input import read_prompt
+
+    prompt = read_prompt(config)
+    from .demo import run_demo
+
+    run_demo(config, prompt)
+    return 0
+
+
+def _command_of(module: str) -> Callable[[LaunchConfig], int]:
+    """The ``run`` of a module that is imported when the command is given."""
+
+    def run(config: LaunchConfig) -> int:
+        code: int = import_module(module, "graphspec").run(config)
+        return code
+
+    return run
+
+
+def _train(config: LaunchConfig) -> int:
+    from ..host.progress import progress_bars
+    from ..train.memory import keep_freed_memory
+    from ..train.run import headline, run
+
+    keep_freed_memory()
+    with progress_bars(lines=True) as watch:
+        figures = run(config, watch)
+    print(json.dumps(figures, default=str) if config.format == "json" else headline(figures, str(config.train.out)))
+    return 0
+
+
+def _convert(words: Sequence[str]) -> int:
+    from ..drafters.convert import from_words
+
+    print(from_words(words).sentence)
+    return 0
+
+
+def _row(output: Output | None, error: str | None, index: int | None) -> dict[str, Any]:
+    if output is None:
+        return {"text": "", "token_ids": [], "finish_reason": "error", "error": error}
+    row: dict[str, Any] = {"text": output.text, "token_ids": list(output.token_ids), "finish_reason": output.finish_reason}
+    row |= {"seed": output.seed, "stop_reason": output.stop_reason}
+    row |= {} if index is None else {"index": index, "sample": output.sample}
+    if output.logprobs is not None:
+        row["logprobs"] = [asdict(entry) for entry in output.logprobs]
+    return row | ({"error": error} if error is not None else {})
+
+
+def _summary(metrics: Metrics) -> str:
+    mark = "SYNTHETIC acceptance, the text means nothing: " if metrics.synthetic else "LOSSY acceptance: " if metrics.lossy else ""
+    return f"{mark}{metrics.tokens_per_second:.1f} tokens/s, {metrics.cycles} cycles, {metrics.acceptance_length:.2f} tokens per cycle"
+
+
+def _help() -> str:
+    commands = "\n".join(f"  {name:10}{command.summary}" for name, command in COMMANDS.items())
+    return f"""usage: graphspec COMMAND [GROUP=CHOICE | KEY=VALUE | --flag] ...
+
+commands:
+{commands}
+
+{_groups()}
+  graphspec COMMAND --help                       what a command takes
+  graphspec COMMAND --cfg job [override ...]     the whole configuration, as the command would see it
+  graphspec --hydra-help                         Hydra's own flags (--multirun, --info, ...)
+  graphspec COMMAND log=info                     log level on stderr (error, warning, info, debug)
+  eval "$(graphspec --shell-completion install=bash)"   completion of commands, groups and keys (also zsh, fish)
+  graphspec --version"""
+
+
+def _command_help(name: str) -> str:
+    command = COMMANDS[name]
+    if command.raw_arguments:
+        return f"usage: graphspec {name}{command.usage}\n"
+    return f"usage: graphspec {name} [GROUP=CHOICE | KEY=VALUE | --flag] ...\n\n{command.summary}\n\n{command.usage}\n\n{_groups()}"
+
+
+def _groups() -> str:
+    from ..config.compose import config_groups
+
+    lines = "\n".join(f"  {group:12}{', '.join(choices)}" for group, choices in config_groups().items())
+    return f"groups (GROUP=CHOICE; a key of a group is GROUP.KEY=VALUE):\n{lines}\n"
+
+
+COMMANDS: dict[str, Command] = {
+    "generate": Command(
+        _generate,
+        "generate text; one prompt is streamed",
+        """\
+  prompt=TEXT              taken word for word; prompt='["a", "b"]' is a JSON list of several
+  prompt_file=PATH         one prompt; or, ending in .jsonl, one request per line: a string, or an object with prompt and sampling keys
+                           (with neither of the two, the prompt is read from standard input)
+  chat=true system=TEXT    the prompt is a user's message, through the checkpoint's chat template; a line of a .jsonl file may have
+                           "messages" in place of "prompt", with or without chat=true
+  format=text|json         json: one document as the last line of stdout
+  model=FOLDER             a checkpoint; or model=org/name of the Hugging Face Hub, at model.revision=REVISION; likewise variant.draft=
+                           and variant.draft_revision=
+  sampling.max_tokens=64 sampling.temperature=0.8 sampling.seed=1 ...
+
+  graphspec generate variant=eagle3 model=demo prompt='def fib(n):' sampling.max_tokens=64""",
+    ),
+    "inspect": Command(
+        _inspect,
+        "print the plan, the slots, the buckets and one draft tree",
+        "  prompt=TEXT              the text the tree continues",
+    ),
+    "diff": Command(
+        _diff,
+        "run two runtimes side by side and name the first slot that differs",
+        "  left=eager right=compiled prompt=TEXT format=text|json    exit code 1 when they differ",
+    ),
+    "demo": Command(
+        _demo,
+        "generate with and without speculation, compare, draw a draft tree",
+        "  prompt=TEXT              another prompt",
+    ),
+    "serve": Command(
+        _command_of(".serve.run"),
+        "serve OpenAI's protocol over HTTP: completions, chat, models, metrics",
+        """\
+  server.port=8000 server=local|container server.model_name=NAME server.api_key_file=FILE
+  server.max_waiting=256 server.request_seconds=600 server.drain_seconds=60 runtime.max_rows=8 variant=... model=...
+
+  graphspec serve model=demo variant=eagle3""",
+    ),
+    "profile": Command(
+        _command_of(".lab.measure.profile"),
+        "measure latency and acceptance, with baselines in the same run",
+        """\
+  workload=held_out|random|file     the requests: workload.batch=1 workload.requests=8 workload.input_tokens=64 workload.output_tokens=128
+  baseline=none                     none, self, hf, hf_assisted, hf_lookup, openai (url=ADDRESS), or a list: baseline=[none,hf]
+  profile.rounds=5 profile.structured_rows=0 profile.trace=FILE results=FOLDER format=text|json
+  --multirun variant.num_steps=2,4  one case after the other, each in processes of its own
+
+  graphspec profile experiment=demo_tree baseline=[none,hf]""",
+    ),
+    "plan": Command(
+        _command_of(".lab.predict.command"),
+        "what fits, how long a cycle must take, which shape to choose; needs a config.json and no GPU",
+        """\
+  model=FOLDER hardware=h200        the target's config.json and where it would run
+  plan.context=2048 plan.batches=[1,8,32] plan.acceptance=[0.8,0.7,0.6] plan.measured=FILE plan.measure=true format=text|json
+
+  graphspec plan model=llama-3.1-8b hardware=h200""",
+    ),
+    "tune": Command(
+        _command_of(".lab.tune.command"),
+        "run the plan's short list on the real models and write the winner as an experiment",
+        """\
+  tune.out=FILE tune.candidates=6 tune.batches=[1,4] tune.adaptive=true workload=...
+
+  graphspec tune model=demo variant=eagle3 tune.out=tuned.yaml""",
+    ),
+    "report": Command(
+        _command_of(".lab.report.page"),
+        "turn result files into one HTML page",
+        """\
+  report.files=[results] report.out=report.html    files or folders; the page needs no network""",
+    ),
+    "train": Command(
+        _train,
+        "train a draft for a target, or a small target from nothing; goes on where it stopped",
+        """\
+  variant=eagle3|eagle|p_eagle|dflash|mtp|standalone   the draft; none: a target from nothing, of the shape train.target.*
+  model=FOLDER                      the target: demo, or a checkpoint with layers like those of Llama (docs/training.md)
+  train.data=[FOLDER,FILE]          text of the kind that will be generated; train.held_out=[...] is never trained on
+  train.out=FOLDER                  the finished checkpoint, with its figures in training.json
+  train.steps=2000 train.batch=16 train.sequence_length=256    or train.tokens=8000000 in place of steps
+  train.dtype=bfloat16 train.lr=0.01 train.schedule=linear|cosine|constant train.checkpoint_steps=50 train.resume=false format=text|json
+
+  graphspec train variant=eagle3 model=demo train.data=[texts] train.out=my-eagle3
+  graphspec generate variant=eagle3 model=demo variant.draft=my-eagle3 prompt='def fib(n):'""",
+    ),
+    "convert": Command(
+        _convert,
+        "rewrite a draft checkpoint into another published layout",
+        """ SRC DST layout=NAME [target=FOLDER]
+
+rewrite a draft checkpoint into another published layout
+
+  SRC DST                  folder of a draft; a folder that doesn't exist yet
+  layout=NAME              EAGLE-3: safeailab, sglang, speculators, modelopt; P-EAGLE: sglang, speculators;
+                           EAGLE-1/2: safeailab, hass, speculators-old; block drafters: z-lab, jetspec, speculators
+  target=FOLDER            the target model, which tells default tapped layers from others; block drafters need it""",
+        raw_arguments=True,
+    ),
+}

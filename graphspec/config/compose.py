@@ -1,0 +1,384 @@
+"""Composes command-line overrides and the YAML groups into one typed, checked configuration object, by Hydra.
+
+Apart from :mod:`graphspec.cli.main` the only module that imports Hydra. No lower layer sees a ``DictConfig``.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import typing
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from importlib import resources
+from typing import NoReturn
+
+from hydra import compose, initialize_config_module
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from ..errors import ConfigError
+from .catalog import VARIANTS, all_variants
+from .checks import closest, cut, spell_type, typed
+from .command_options import LaunchConfig
+from .hints import hint_for_path
+from .paths import read_text, user_path
+
+CONFIG_MODULE = "graphspec.conf"
+CONFIG_NAME = "config"
+VERSION_BASE = "1.3"
+HYDRA_ERRORS = (HydraException, OmegaConfBaseException, ValueError, OSError, RecursionError)
+"""Exceptions that Hydra, its parser and OmegaConf raise for invalid arguments."""
+NO_INTERPOLATION = "a value without ${...}: nothing is looked up in other keys or in the environment"
+FILE_EXPERIMENT = "from_file"
+"""Name under which an experiment given as a file is registered."""
+
+
+def load_config(*overrides: str) -> LaunchConfig:
+    """Compose the YAML groups with Hydra overrides; equal to what the command line builds from the same words.
+
+    Works from scripts, notebooks and inside other Hydra applications, any number of times.
+
+    Args:
+        overrides: ``variant=none``, ``sampling.max_tokens=64``, ``experiment=demo_tree``, ``experiment=FILE.yaml``, ``prompt=TEXT``, ...
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type or out of range, a group choice that does not exist.
+    """
+    for word in overrides:
+        if not isinstance(word, str):
+            raise ConfigError("overrides", "texts such as 'runtime=eager'", typed(word))
+    prompts, words = split_prompts(overrides)
+    words = take_checkpoint(take_experiment_file(words))
+    refuse_bare_words(words)
+    check_words(words)
+    for word in words:
+        if word.startswith(("+", "~")):
+            raise ConfigError(cut(word), "an override without + or ~ (every key exists, and none can be taken away)", cut(word))
+        if word.startswith(("hydra.", "hydra/")):
+            expected = "a key of the configuration: keys of Hydra's own go next to one of its flags"
+            raise ConfigError(cut(word), expected, "no flag", "add --multirun")
+        key, _, value = word.partition("=")
+        check_flag(key, value.strip().lower() == "true" if value.strip().lower() in ("true", "false") else value)
+    try:
+        with _private_hydra():
+            composed = compose(CONFIG_NAME, overrides=words)
+    except HYDRA_ERRORS as error:
+        raise explain(error, words) from error
+    return to_launch_config(composed, prompts)
+
+
+def to_launch_config(composed: DictConfig, prompts: Sequence[str] = ()) -> LaunchConfig:
+    """The typed object of a composed config; every ``__post_init__`` check runs here.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+    refuse_interpolations(composed)
+    try:
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise explain(error, ()) from error
+    if not isinstance(config, LaunchConfig):
+        raise ConfigError("defaults", f"the schema of {CONFIG_MODULE}.{CONFIG_NAME} first in the list", type(config).__name__)
+    if prompts:
+        config.prompt = list(prompts)
+        config.__post_init__()
+    return config
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Refuse interpolations in arguments; :func:`refuse_interpolations` does it for files.
+
+    Raises:
+        ConfigError: ``${...}`` in an override; names its key.
+    """
+    for word in words:
+        key, _, value = word.partition("=")
+        if "${" in word:
+            raise ConfigError(cut(key), NO_INTERPOLATION, cut(value))
+
+
+def refuse_interpolations(composed: DictConfig) -> None:
+    """Refuse interpolations in files: a value is what was written, never looked up in other keys or the environment.
+
+    Raises:
+        ConfigError: ``${...}`` in a value; names its key.
+    """
+
+    def search(key: str, value: object) -> None:
+        if isinstance(value, str) and "${" in value:
+            raise ConfigError(key, NO_INTERPOLATION, cut(value))
+        entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for name, entry in entries:
+            search(f"{key}.{name}" if key else str(name), entry)
+
+    search("", OmegaConf.to_container(composed, resolve=False))
+
+
+def check_flag(key: str, value: object) -> None:
+    """Refuse other values than true and false for boolean keys; OmegaConf would convert numbers and several words.
+
+    Args:
+        key: of the configuration; empty: its root.
+        value: what it is set to; a mapping holds keys below it.
+
+    Raises:
+        ConfigError: neither true nor false for such a key.
+    """
+    parent, _, leaf = key.rpartition(".")
+    schema = _schema_of(parent)
+    if schema is not None and typing.get_type_hints(schema).get(leaf) is bool and not isinstance(value, bool):
+        raise ConfigError(key, "true or false", cut(str(value)))
+    for name, entry in value.items() if isinstance(value, dict) else ():
+        check_flag(f"{key}.{name}" if key else str(name), entry)
+
+
+def sort_words(words: Sequence[str]) -> list[str]:
+    """Overrides first, then Hydra's flags with their values, since Hydra accepts overrides in one place only.
+
+    Raises:
+        ConfigError: a flag that Hydra does not have, which it would end the process for, or a word that is no override.
+    """
+
+    def refuse(message: str) -> NoReturn:
+        flag = re.search(r"--([\w-]+)", message)
+        key = flag[1].replace("-", "_") if flag else ""
+        known = _all_keys(LaunchConfig)
+        near = f"did you mean {key}=?" if key in known else hint_for_path(key, known)
+        hint = f"options are words without dashes, KEY=VALUE{near and ': '}{near}" if flag else ""
+        raise ConfigError("flags", "those that graphspec --hydra-help lists", cut(message), hint)
+
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    overrides = parser.parse_intermixed_args(list(words)).overrides
+    refuse_bare_words(overrides)
+    return [*overrides, *(word for word in words if word not in overrides)]
+
+
+def refuse_bare_words(overrides: Sequence[str]) -> None:
+    """Refuse words that set nothing, such as a prompt without ``prompt=``.
+
+    Raises:
+        ConfigError: a word without ``=``.
+    """
+    for word in overrides:
+        if "=" not in word and not word.startswith("~"):
+            raise ConfigError("arguments", "overrides such as sampling.max_tokens=64", repr(cut(word)), "a prompt is prompt=TEXT")
+
+
+def split_prompts(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Take ``prompt=`` out of Hydra's arguments, since its grammar interprets brackets, commas, quotes and dollars.
+
+    Raises:
+        ConfigError: text in brackets that is not a JSON list of strings, or more than one ``prompt=``.
+    """
+    given = [word.removeprefix("prompt=") for word in words if word.startswith("prompt=")]
+    rest = [word for word in words if not word.startswith("prompt=")]
+    if len(given) > 1:
+        raise ConfigError("prompt", "prompt= once", f"{len(given)} times", 'prompt=\'["a", "b"]\' gives several')
+    if not given:
+        return [], rest
+    text = given[0]
+    if not (text.startswith("[") and text.endswith("]")):
+        return [text], rest
+    try:
+        prompts = json.loads(text)
+    except (ValueError, RecursionError):
+        prompts = None
+    if not isinstance(prompts, list) or not prompts or not all(isinstance(prompt, str) for prompt in prompts):
+        raise ConfigError("prompt", 'text, or a JSON list of strings: ["a", "b"]', cut(text), "text in brackets goes into a prompt_file")
+    return prompts, rest
+
+
+def take_experiment_file(words: Sequence[str]) -> list[str]:
+    """``experiment=FILE.yaml`` becomes a choice of the group, so that an experiment may lie anywhere; ``graphspec tune`` writes such files.
+
+    Raises:
+        ConfigError: the file can't be read, or is no YAML mapping.
+    """
+    taken = []
+    for word in words:
+        name = word.removeprefix("experiment=")
+        if name == word or not name.endswith((".yaml", ".yml")):
+            taken.append(word)
+            continue
+        text = read_text("experiment", name)
+        try:
+            node = OmegaConf.load(io.StringIO(text))
+        except (OSError, YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+            raise ConfigError("experiment", "a name, or a YAML file that can be read", repr(name), _first_line(error)) from error
+        if not isinstance(node, DictConfig):
+            raise ConfigError("experiment", "a file with keys of the configuration", f"something else in {name!r}")
+        check_flag("", OmegaConf.to_container(node, resolve=False))
+        ConfigStore.instance().store(group="experiment", name=FILE_EXPERIMENT, node=node, package="_global_", provider=name)
+        taken.append(f"experiment={FILE_EXPERIMENT}")
+    return taken
+
+
+def take_checkpoint(words: Sequence[str]) -> list[str]:
+    """``model=org/name`` and ``model=FOLDER`` become ``model.path=...``, as several of them in a sweep do; a preset stays a choice.
+
+    A value with a slash is a checkpoint, and so is the name of something that exists. A preset's name is that of its model, so that a
+    sweep may have both.
+    """
+    presets = config_groups()["model"]
+
+    def exists(value: str) -> bool:
+        return user_path("model", value).exists()
+
+    def take(word: str) -> str:
+        value = word.removeprefix("model=")
+        if value == word or value in ("", *presets):
+            return word
+        others = [one for one in value.split(",") if one not in presets]
+        named = exists(value) or (others and all("/" in one or exists(one) for one in others))
+        return f"model.path={value}" if named else word
+
+    return [take(word) for word in words]
+
+
+def config_groups() -> dict[str, tuple[str, ...]]:
+    """The groups under ``conf/`` and the choices of each, variants of installed packages among them."""
+    root = resources.files(CONFIG_MODULE)
+    groups: dict[str, tuple[str, ...]] = {}
+    for folder in sorted(root.iterdir(), key=lambda entry: entry.name):
+        if folder.is_dir():
+            choices = tuple(sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")))
+            if choices:
+                groups[folder.name] = choices
+    groups["variant"] = tuple(sorted({*groups["variant"], *(variant.name for variant in all_variants())}))
+    return groups
+
+
+def register_schema() -> None:
+    """Put the dataclasses into Hydra's store, where ``conf/config.yaml`` finds them as ``schema``, and a choice for each variant from an
+    entry point, and an empty preset of ``train`` for each variant without one.
+    """
+    store = ConfigStore.instance()
+    schema = OmegaConf.structured(LaunchConfig)
+    # Mappings with keys of the user's choice.
+    for mapping in (schema.sampling.logit_bias, schema.runtime.depth_per_bucket, schema.adaptive.times, schema.train.network):
+        OmegaConf.set_struct(mapping, False)
+    store.store(name="schema", node=schema, provider="graphspec")
+    trained = config_groups()["train"]
+    for variant in all_variants():
+        if variant.name not in VARIANTS:
+            store.store(group="variant", name=variant.name, node={"name": variant.name}, provider="graphspec")
+        if variant.name not in trained:
+            # conf/config.yaml follows the variant; one that is not trained has no preset.
+            store.store(group="train", name=variant.name, node={}, provider="graphspec")
+
+
+def explain(error: Exception, words: Sequence[str]) -> ConfigError:
+    """One error (key, expected, found) for an exception of Hydra or OmegaConf."""
+    if isinstance(error, OverrideParseException):
+        return ConfigError(cut(error.override), "an override such as sampling.max_tokens=64", "words Hydra can't parse", _first_line(error))
+    group, _, choice = str(getattr(error, "missing_cfg_file", None) or "").partition("/")
+    if group in config_groups():
+        choices = config_groups()[group]
+        if choice in choices:  # the catalog has it
+            file = resources.files(CONFIG_MODULE) / group / f"{choice}.yaml"
+            return ConfigError(f"{group}={choice}", f"the file {file}, with the line name: {choice}", "no such file")
+        hint = _one_choice(choice) or closest(choice, choices)
+        if group == "model":
+            hint = f"{hint} " * bool(hint) + "a checkpoint is model=./folder, or model=org/name of the Hugging Face Hub"
+        return ConfigError(group, choices, repr(choice.removesuffix(".yaml")), hint)
+    if str(error).startswith("Ambiguous value for argument"):
+        word = next((word for word in words if f"'{word}'" in str(error)), "")
+        key, _, value = word.partition("=")
+        return ConfigError(key, "one value", cut(value), _one_choice(value))
+    launcher = re.search(r"Could not find 'hydra/launcher/(\w+)'", str(error))
+    if launcher is not None:
+        package = f"hydra-{launcher[1].split('_')[0]}-launcher"
+        return ConfigError("hydra/launcher", "one that is installed", repr(launcher[1]), f"pip install {package}")
+    full_key = next((key for key in (getattr(e, "full_key", None) for e in _chain(error)) if key), None)
+    if full_key is None:
+        for group, value in (word.split("=", 1) for word in words if "=" in word):
+            choices = config_groups().get(group, (value,))
+            if value not in choices:
+                return ConfigError(group, choices, repr(value))
+        culprit = next((word for word in words if not _parses(word)), " ".join(words) or CONFIG_NAME)
+        return ConfigError(cut(culprit), "words that make a configuration", _first_line(error))
+    parent, _, leaf = full_key.rpartition(".")
+    schema = _schema_of(parent)
+    if schema is None:
+        # An entry of a mapping: report the mapping, a key that the user knows.
+        full_key = parent
+        parent, _, leaf = full_key.rpartition(".")
+        schema = _schema_of(parent)
+    found = next((word for word in words if word.startswith(full_key + "=")), full_key)
+    hints = typing.get_type_hints(schema) if schema else {}
+    if leaf in hints:
+        return ConfigError(full_key, _spell(hints[leaf]), found)
+    return ConfigError(full_key, sorted(hints) or "a key of the configuration", found, hint_for_path(full_key, _all_keys(LaunchConfig)))
+
+
+@contextmanager
+def _private_hydra() -> Iterator[None]:
+    """Hydra is a process-wide singleton: use it, then restore the state of another application."""
+    register_schema()
+    instance = GlobalHydra.instance()
+    before = instance.hydra
+    instance.clear()
+    try:
+        with initialize_config_module(CONFIG_MODULE, job_name="graphspec", version_base=VERSION_BASE):
+            yield
+    finally:
+        GlobalHydra.instance().hydra = before
+
+
+def _parses(word: str) -> bool:
+    try:
+        OverridesParser.create().parse_override(word)
+    except HYDRA_ERRORS:
+        return word.startswith("-")
+    return True
+
+
+def _schema_of(dotted: str) -> type | None:
+    schema: type = LaunchConfig
+    for name in filter(None, dotted.split(".")):
+        found = typing.get_type_hints(schema).get(name)
+        if not (isinstance(found, type) and is_dataclass(found)):
+            return None
+        schema = found
+    return schema if fields(schema) else None
+
+
+def _one_choice(text: str) -> str:
+    return "several values are a sweep: add --multirun; a list is [a,b]" if "," in text else ""
+
+
+def _all_keys(schema: type, group: str = "") -> list[str]:
+    """Every key of the configuration with its group; groups themselves are keys too."""
+    keys = []
+    for name, annotation in typing.get_type_hints(schema).items():
+        keys.append(group + name)
+        if isinstance(annotation, type) and is_dataclass(annotation):
+            keys += _all_keys(annotation, f"{group}{name}.")
+    return keys
+
+
+def _spell(annotation: object) -> str:
+    if isinstance(annotation, type) and is_dataclass(annotation):
+        return "one of its keys (" + ", ".join(f.name for f in fields(annotation)) + ") or a choice of the group"
+    return spell_type(annotation)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _first_line(error: BaseException) -> str:
+    return cut(next(iter(str(error).splitlines()), type(error).__name__))

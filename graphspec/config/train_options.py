@@ -1,0 +1,311 @@
+"""Options of ``graphspec train``, which :mod:`graphspec.train` implements. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from .checks import INT32_MOST, INT64_MOST, brief, check, check_fields, in_range, one_of
+from .schema import LEAST, MOST, SEEDS
+
+DTYPES = ("float32", "bfloat16")
+SCHEDULES = ("linear", "cosine", "constant")
+TARGETS = ("llama", "qwen3_5")
+DEFAULT_STEPS = 600
+TEMPERATURES = (1e-5, 1e5)
+"""Bounds of a temperature above 0, by which logits are divided."""
+MOST_WARM_UP = 40
+"""Default steps of the warm-up, at most a tenth of the schedule."""
+LONGEST = 2**20
+"""Longest sequence that is accepted."""
+
+
+def _triples(key: str, rows: list[list[int]], names: str) -> None:
+    fine = all(len(row) == 3 and all(1 <= number <= INT32_MOST for number in row) for row in rows)
+    check(key, fine, f"{names} lists of positive integers", brief(rows))
+
+
+@dataclass(kw_only=True)
+class TextConfig:
+    """The text that the target writes for its draft."""
+
+    sets: list[list[int]] | None = None
+    """[batches, sequences per batch, tokens per sequence], the prompt included; null: for every length of the schedule, a third of the
+    tokens that are trained on."""
+    prompt: list[int] = field(default_factory=lambda: [16, 64])
+    """Shortest and longest prompt, in tokens of the data."""
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0, 0.0, 0.8])
+    """Batches use these in turn; 0 is greedy. A draft has to predict both low-entropy greedy text and varied sampled text."""
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self, "train.text")
+        fine = len(self.prompt) == 2 and 1 <= self.prompt[0] <= self.prompt[1] <= LONGEST
+        check("train.text.prompt", fine, "[shortest, longest], both at least 1", brief(self.prompt))
+        in_range("train.text.seed", self.seed, 0, INT32_MOST)
+        _triples("train.text.sets", self.sets or [], "[batches, sequences, length]")
+        for sizes in self.sets or []:
+            check("train.text.sets", sizes[2] > self.prompt[1], f"lengths above train.text.prompt's {self.prompt[1]}", brief(sizes))
+        fine = bool(self.temperatures) and all(t == 0 or TEMPERATURES[0] <= t <= TEMPERATURES[1] for t in self.temperatures)
+        check("train.text.temperatures", fine, f"a list of 0 and numbers from {TEMPERATURES[0]:g}", brief(self.temperatures))
+
+
+@dataclass(kw_only=True)
+class AcceptanceConfig:
+    """How the acceptance of a finished draft is measured, on held-out text."""
+
+    prompts: int = 128
+    prompt_length: int = 64
+    new_tokens: int = 160
+    shapes: list[list[int]] = field(default_factory=lambda: [[4, 1, 5], [5, 4, 16]])
+    """[S, K, N]: draft depth, fan-out, verify nodes with the root."""
+    temperature: float = 0.7
+    """Temperature measured in addition to greedy decoding; 0: greedy decoding alone."""
+    batch: int = 8
+    """Prompts per batch."""
+    samples: int = 2
+    """Continuations kept as text."""
+    seed: int = 3
+
+    def __post_init__(self) -> None:
+        check_fields(self, "train.acceptance")
+        _triples("train.acceptance.shapes", self.shapes, "[S, K, N]")
+        for key in ("prompts", "prompt_length", "new_tokens", "batch"):
+            in_range(f"train.acceptance.{key}", getattr(self, key), 1, LONGEST)
+        in_range("train.acceptance.samples", self.samples, 0, LONGEST)
+        in_range("train.acceptance.seed", self.seed, 0, INT32_MOST)
+        fine = self.temperature == 0 or TEMPERATURES[0] <= self.temperature <= TEMPERATURES[1]
+        check("train.acceptance.temperature", fine, f"0, or a number from {TEMPERATURES[0]:g}", self.temperature)
+        deepest = max((shape[0] for shape in self.shapes), default=0)
+        check(
+            "train.acceptance.new_tokens",
+            self.new_tokens > deepest + 1,
+            f"more than the deepest draft + 1 = {deepest + 1}",
+            self.new_tokens,
+        )
+
+
+@dataclass(kw_only=True)
+class UnlikelihoodConfig:
+    """Training a target against loops, after its schedule: it continues prompts of its text greedily, and tokens that repeat a run become
+    less likely (Welleck et al. 2020, arXiv 1908.04319).
+    """
+
+    steps: int = 0
+    """Optimizer steps; 0: none. Each also reads a batch of text as the first phase does."""
+    lr: float = 0.0006
+    """Peak learning rate of Muon and AdamW, which falls linearly to 0."""
+    weight: float = 1.0
+    """Weight of the unlikelihood relative to the loss on text."""
+    width: int = 16
+    """A token becomes less likely if it ends a run of this many tokens that occurred earlier in the same continuation."""
+    refresh: int = 8
+    """Steps after which new continuations are written."""
+    sequences: int = 128
+    """Continuations that are written at once."""
+    batch: int = 16
+    """Continuations per step."""
+    prompt: int = 64
+    """Tokens of a prompt."""
+    length: int = 224
+    """Tokens of a continuation with its prompt."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "train.unlikelihood")
+        in_range("train.unlikelihood.steps", self.steps, 0, INT32_MOST)
+        in_range("train.unlikelihood.lr", self.lr, LEAST, MOST)
+        in_range("train.unlikelihood.weight", self.weight, LEAST, MOST)
+        for key in ("refresh", "sequences", "prompt"):
+            in_range(f"train.unlikelihood.{key}", getattr(self, key), 1, LONGEST)
+        in_range("train.unlikelihood.batch", self.batch, 1, self.sequences)
+        in_range("train.unlikelihood.width", self.width, 2, LONGEST)
+        most = self.prompt + self.width
+        check("train.unlikelihood.length", most < self.length <= LONGEST, f"above prompt + width = {most}", self.length)
+
+
+RECURRENT_KEYS = (
+    "head_dim", "full_attention_interval", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+)  # fmt: skip
+HYBRID_KEYS = ("architecture", *RECURRENT_KEYS)
+"""Keys of ``train.target`` that records of a Llama omit."""
+
+
+@dataclass(kw_only=True)
+class TargetConfig:
+    """Shape of a target that is trained from nothing (``variant=none``); its embedding is also its output head."""
+
+    architecture: str = "llama"
+    """``llama``, or ``qwen3_5``: gated delta nets, and gated attention in every ``full_attention_interval``-th layer."""
+    vocab_size: int = 2048
+    """Entries of the byte-level BPE that is trained on the same data."""
+    hidden_size: int = 192
+    intermediate_size: int = 448
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 6
+    num_key_value_heads: int = 3
+    max_position_embeddings: int = 1024
+    head_dim: int = 32
+    """``qwen3_5``: width of an attention head, of which a quarter is rotated; elsewhere ``hidden_size / num_attention_heads``."""
+    full_attention_interval: int = 4
+    linear_num_key_heads: int = 2
+    """``qwen3_5``, like the three below: heads of a gated delta net and their widths."""
+    linear_num_value_heads: int = 4
+    linear_key_head_dim: int = 32
+    linear_value_head_dim: int = 32
+
+    def __post_init__(self) -> None:
+        check_fields(self, "train.target")
+        one_of("train.target.architecture", self.architecture, TARGETS)
+        for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", *RECURRENT_KEYS):
+            in_range(f"train.target.{key}", getattr(self, key), 1, LONGEST)
+        # 256 bytes and the end of a text.
+        in_range("train.target.vocab_size", self.vocab_size, 257, LONGEST)
+        in_range("train.target.max_position_embeddings", self.max_position_embeddings, 2, LONGEST)
+        heads = self.num_attention_heads
+        whole = self.architecture != "llama" or self.hidden_size % (2 * heads) == 0
+        check("train.target.hidden_size", whole, f"a multiple of 2 x {heads} heads", self.hidden_size)
+        grouped = heads % self.num_key_value_heads == 0
+        check("train.target.num_key_value_heads", grouped, f"a divisor of num_attention_heads = {heads}", self.num_key_value_heads)
+        if self.architecture == "llama":
+            return
+        check("train.target.head_dim", self.head_dim % 8 == 0, "a multiple of 8, for pairs of a quarter of it are rotated", self.head_dim)
+        keys, values, every = self.linear_num_key_heads, self.linear_num_value_heads, self.full_attention_interval
+        check("train.target.linear_num_value_heads", values % keys == 0, f"a multiple of linear_num_key_heads = {keys}", values)
+        both = 2 <= every <= self.num_hidden_layers
+        expected = f"2..num_hidden_layers = {self.num_hidden_layers}, so that there are layers of both kinds"
+        check("train.target.full_attention_interval", both, expected, every)
+
+    def shape(self) -> dict[str, Any]:
+        """The keys that its architecture has."""
+        return {key: value for key, value in asdict(self).items() if self.architecture != "llama" or key not in HYBRID_KEYS}
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """Options of ``graphspec train``. The group's choices are presets, one for each variant that is trained."""
+
+    data: list[str] = field(default_factory=list)
+    """Text files, or folders of them."""
+    held_out: list[str] = field(default_factory=list)
+    """Text that is never trained on; empty: ``held_out_share`` of ``data``, in whole files."""
+    held_out_share: float = 0.05
+    out: str | None = None
+    """Folder of the finished checkpoint."""
+    work: str | None = None
+    """Folder of intermediate files, from which an interrupted run resumes; runs for one target on the same data may share it. null: the
+    path of ``out`` followed by ``.work``."""
+    resume: bool = True
+    """Resume from the checkpoint in ``work``, if there is one; false: start again."""
+    steps: int | None = None
+    """Optimizer steps; null: those of ``tokens``, and 600 without."""
+    tokens: int | None = None
+    """Tokens to train on, instead of ``steps``; a token counts each time it is read."""
+    batch: int = 16
+    """Sequences per step."""
+    sequence_length: int = 256
+    """Tokens per sequence."""
+    phases: list[list[int]] = field(default_factory=list)
+    """[steps, batch, sequence length] of consecutive phases, instead of the four keys above; such as long sequences after short ones."""
+    lr: float = 0.014
+    """Peak learning rate of Muon, which updates the matrices."""
+    adamw_lr: float | None = 0.003
+    """Peak learning rate of AdamW, which updates everything else; null: ``lr``."""
+    schedule: str = "linear"
+    """Learning rate after the warm-up. linear: flat, then linearly down over ``cooldown`` steps; cosine: half a cosine; constant: flat."""
+    warmup: int | None = None
+    """Steps of a linear warm-up; null: a tenth of the steps, at most 40."""
+    cooldown: int | None = None
+    """linear: steps of the decay; null: half of the steps. If fewer steps are left after the warm-up, only the end of the decay is used."""
+    restarts: list[int] = field(default_factory=list)
+    """Steps at which the schedule restarts, to continue training after a cool-down."""
+    clip: float = 1.0
+    """Largest norm of the gradient."""
+    dtype: str = "float32"
+    """Of products in linear layers, attention and Muon's iterations: float32, or bfloat16, which is faster if the hardware has bfloat16
+    arithmetic. Weights and optimizer states stay in float32."""
+    compile: bool = False
+    """Compile the forward pass; that of a draft only for phases with enough steps. Pays from some hundred steps on."""
+    seed: int = 2
+    checkpoint_steps: int = 50
+    """Steps between two checkpoints."""
+    log_steps: int = 20
+    """Steps between two records of progress."""
+    unroll: int = 5
+    """Drafts: steps that are unrolled on the network's own hidden states; a draft is only good to this depth."""
+    decay: float = 0.8
+    """Drafts: the weight of unrolled step ``k`` is ``decay ** k``."""
+    feature_weight: float = 0.0
+    """Drafts whose hidden state predicts the target's next feature: weight of the SmoothL1 distance to it."""
+    raw_share: float = 0.0
+    """Drafts: share of each batch that is cut from the data; the rest is text written by the target."""
+    network: dict[str, Any] = field(default_factory=dict)
+    """Drafts: settings of the variant's network, such as ``draft_vocab_size``, ``tap_layers``, ``num_heads``."""
+    text: TextConfig = field(default_factory=TextConfig)
+    acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
+    target: TargetConfig = field(default_factory=TargetConfig)
+    unlikelihood: UnlikelihoodConfig = field(default_factory=UnlikelihoodConfig)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "train", paths=("data", "held_out", "out", "work"))
+        for group in (self.text, self.acceptance, self.target, self.unlikelihood):
+            group.__post_init__()
+        check("train.held_out_share", 0 < self.held_out_share < 0.5, "a share above 0, below 0.5", self.held_out_share)
+        one_of("train.dtype", self.dtype, DTYPES)
+        one_of("train.schedule", self.schedule, SCHEDULES)
+        for key, most in {"steps": INT32_MOST, "tokens": INT64_MOST, "batch": LONGEST, "sequence_length": LONGEST}.items():
+            in_range(f"train.{key}", getattr(self, key), 1, most)
+        for key in ("checkpoint_steps", "log_steps", "unroll"):
+            in_range(f"train.{key}", getattr(self, key), 1, INT32_MOST)
+        for key in ("lr", "adamw_lr", "clip"):
+            in_range(f"train.{key}", getattr(self, key), LEAST, MOST)
+        in_range("train.seed", self.seed, 0, min(SEEDS[1], INT32_MOST))
+        in_range("train.decay", self.decay, 0, 1)
+        in_range("train.feature_weight", self.feature_weight, 0, MOST)
+        in_range("train.raw_share", self.raw_share, 0, 1)
+        _triples("train.phases", self.phases, "[steps, batch, sequence length]")
+        for key in ("steps", "tokens"):
+            given = getattr(self, key)
+            check(f"train.{key}", given is None or not self.phases, "null with train.phases", given)
+        check("train.tokens", self.tokens is None or self.steps is None, "null with train.steps", self.tokens)
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        total = self.total_steps
+        check(
+            "train.cooldown", self.cooldown is None or self.schedule == "linear", f"null with train.schedule={self.schedule}", self.cooldown
+        )
+        inside = all(0 < step < total for step in self.restarts) and all(a < b for a, b in pairwise(self.restarts))
+        check("train.restarts", inside, f"ascending steps between 0 and {total}", brief(self.restarts))
+        in_range("train.cooldown", self.cooldown, 0, INT32_MOST)
+        in_range("train.warmup", self.warmup, 0, max(self.periods()))
+
+    @property
+    def schedule_phases(self) -> list[list[int]]:
+        """``[steps, batch, sequence length]`` of the phases, at least one."""
+        if self.phases:
+            return self.phases
+        each = self.batch * self.sequence_length
+        steps = self.steps if self.steps is not None else DEFAULT_STEPS if self.tokens is None else -(-self.tokens // each)
+        return [[steps, self.batch, self.sequence_length]]
+
+    @property
+    def total_steps(self) -> int:
+        return sum(phase[0] for phase in self.schedule_phases)
+
+    def periods(self) -> list[int]:
+        """Steps of each period of the learning-rate schedule, one more than there are restarts."""
+        return [end - begin for begin, end in pairwise([0, *self.restarts, self.total_steps])]
+
+    def warm_up_of(self, length: int) -> int:
+        """Steps of the warm-up in a period of ``length`` steps; a period too short for warm-up and decay has both in proportion."""
+        if self.warmup is None:
+            return min(MOST_WARM_UP, length // 10)
+        ways = self.warmup + self.cool_down_of(length)
+        return self.warmup if ways <= length else length * self.warmup // ways
+
+    def cool_down_of(self, length: int) -> int:
+        """Steps of the decay in a period of ``length`` steps."""
+        if self.schedule != "linear":
+            return 0
+        return self.cooldown if self.cooldown is not None else length // 2

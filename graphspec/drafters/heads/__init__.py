@@ -1,0 +1,3 @@
+"""What several drafters share: reading of head folders, layers over a feature, and trees from their scores."""
+
+from __future__ import annotations

@@ -1,0 +1,80 @@
+"""Checkpoint folders by the names of the configuration."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from ..config.catalog import Variant
+from ..config.checks import LONG, brief
+from ..config.paths import user_path
+from ..config.schema import Config
+from ..errors import CheckpointError, ConfigError
+from .hub import checkpoint_folder
+
+DEMO = "demo"
+SHIPPED = {DEMO: "python -m recipes.train_demo", "demo_hybrid": "python -m recipes.train_demo --config hybrid"}
+"""Models whose place is a folder of the package, and the command that trains each."""
+
+
+def model_folder(path: str, revision: str | None = None) -> Path:
+    """Folder of a target: one of :data:`SHIPPED` by its name, ``org/model`` one of the Hugging Face Hub at that revision.
+
+    Raises:
+        ConfigError: a shipped model that this copy of the package is without; the name of a model of which only the shape is shipped, for
+            ``graphspec plan``; else as :func:`graphspec.facts.hub.checkpoint_folder`.
+        CheckpointError: no such folder.
+    """
+    package = Path(str(files("graphspec")))
+    if path in SHIPPED and revision is None:
+        folder = package / path / "target"
+        if not (folder / "config.json").is_file():
+            raise ConfigError("model.path", f"the model {path} in {folder}", "no checkpoint there", f"{SHIPPED[path]} trains it")
+        return folder
+    if not user_path("model.path", path).exists() and (package / "lab" / "predict" / "models" / path / "config.json").is_file():
+        expected = "a folder with a checkpoint; of this model only the shape comes with the package"
+        raise ConfigError("model.path", expected, repr(path), "graphspec plan takes it as it is")
+    return _existing("model.path", checkpoint_folder("model.path", path, revision))
+
+
+def draft_folder(config: Config, variant: Variant, target: Path) -> Path:
+    """Folder of a draft: as configured, the shipped model's own, or the target's.
+
+    Args:
+        config: of the engine.
+        variant: its catalog entry; it has a network.
+        target: folder of the target.
+
+    Raises:
+        ConfigError: no draft was given; else as :func:`graphspec.facts.hub.checkpoint_folder`.
+        CheckpointError: no such folder.
+    """
+    draft = config.variant.draft
+    if draft is not None:
+        return _existing("variant.draft", checkpoint_folder("variant.draft", draft, config.variant.draft_revision))
+    own = shipped_drafts(config.model.path, target)
+    if variant.demo_draft in own:
+        return target.parent / variant.demo_draft
+    if variant.draft_in_target:
+        return target
+    hint = f"{config.model.path} comes with drafts for variant={', '.join(own)}" if own else ""
+    raise ConfigError("variant.draft", f"the folder of a draft checkpoint for {config.model.path}", "no value", hint)
+
+
+def shipped_drafts(path: str, target: Path) -> list[str]:
+    """Names of the drafts next to a shipped model, ``path`` and ``target`` as given to and by :func:`model_folder`; elsewhere none."""
+    if path not in SHIPPED:
+        return []
+    return sorted(file.parent.name for file in target.parent.glob("*/config.json") if file.parent != target)
+
+
+def _existing(key: str, folder: Path) -> Path:
+    """``folder``, if it is one.
+
+    Raises:
+        CheckpointError: it is not; names ``key``.
+    """
+    if not folder.is_dir():
+        found = f"{'a file' if folder.exists() else 'nothing there'}: {brief(str(folder), LONG)}"
+        raise CheckpointError(key, "a folder with a Hugging Face checkpoint", found)
+    return folder

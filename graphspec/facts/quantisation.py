@@ -1,0 +1,142 @@
+"""How a checkpoint's weights are quantised: ``quantization_config`` of ``config.json``, or ``hf_quant_config.json`` next to it.
+
+The formats are told apart by the tensors that a layer has (:mod:`graphspec.weights.quantised`). What is read here is what tensors don't
+say: the method, the bits of a code, and whether a stored zero point is one too low. Everything that would change the computation and
+isn't supported is refused here, before a tensor is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config.checks import brief
+from ..errors import CheckpointError
+from .files import MOST_CONFIG, find_file, read_json
+from .keys import is_integer
+
+METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "modelopt")
+LOADS = "FP8 (e4m3), int4 and int8 groups (compressed-tensors, GPTQ, AWQ), MXFP4 and NVFP4 load, and GGUF files"
+FORMATS = (
+    "float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized",
+    "mixed-precision", "dense",
+)  # fmt: skip
+"""Of compressed-tensors."""
+ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4")
+"""Of ModelOpt."""
+SIDECAR = "hf_quant_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """What tensors don't say.
+
+    Attributes:
+        method: one of :data:`METHODS`.
+        bits: of a code of GPTQ and AWQ; else 0.
+        zero_offset: what is added to a stored zero point: 1 in GPTQ's first version.
+        block: rows and channels of a block that has one scale, where scales belong to blocks.
+    """
+
+    method: str
+    bits: int = 0
+    zero_offset: int = 0
+    block: tuple[int, int] | None = None
+
+
+def read_quantisation(folder: Path) -> Quantisation | None:
+    """The quantisation of a checkpoint folder; None: its weights are numbers.
+
+    Raises:
+        CheckpointError: a method, a format or a cache scheme that isn't supported, or a file that can't be read. Names the key.
+    """
+    config = folder / "config.json"
+    values = read_json(config, MOST_CONFIG).get("quantization_config") if find_file(config) else None
+    if values not in (None, {}):
+        return parse_quantisation(values, f"{config}: quantization_config")
+    sidecar = folder / SIDECAR
+    if not find_file(sidecar):
+        return None
+    values = read_json(sidecar, MOST_CONFIG).get("quantization")
+    if isinstance(values, Mapping):
+        values = {"quant_method": "modelopt", **values}
+    return parse_quantisation(values, f"{sidecar}: quantization")
+
+
+def parse_quantisation(values: Any, key: str) -> Quantisation:
+    """The quantisation that a configuration describes.
+
+    Args:
+        values: of ``quantization_config``.
+        key: file and key, for messages.
+
+    Raises:
+        CheckpointError: as :func:`read_quantisation`.
+    """
+    if not isinstance(values, Mapping):
+        raise CheckpointError(key, "an object", brief(values))
+    method = values.get("quant_method") or ("modelopt" if "quant_algo" in values else None)
+    if method not in METHODS:
+        raise CheckpointError(f"{key}.quant_method", "one of " + ", ".join(METHODS), brief(method), LOADS)
+    for name in ("kv_cache_scheme", "kv_cache_quant_algo"):
+        if values.get(name) not in (None, {}, ""):
+            raise CheckpointError(f"{key}.{name}", "null: keys and values are kept in the dtype of the model", brief(values[name]))
+    checks = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq, "modelopt": _modelopt}
+    return checks[str(method)](values, key)
+
+
+def _one_of(values: Mapping[str, Any], key: str, name: str, allowed: tuple[object, ...], default: object) -> Any:
+    found = values.get(name, default)
+    if found not in allowed or isinstance(found, bool):
+        raise CheckpointError(f"{key}.{name}", "one of " + ", ".join(map(str, allowed)), brief(found), LOADS)
+    return found
+
+
+def _block(values: Mapping[str, Any], key: str, name: str) -> tuple[int, int] | None:
+    found = values.get(name)
+    if found is None:
+        return None
+    sizes = isinstance(found, list | tuple) and len(found) == 2 and all(is_integer(size) and size > 0 for size in found)
+    if not sizes:
+        raise CheckpointError(f"{key}.{name}", "null, or rows and channels of a block", brief(found))
+    return int(found[0]), int(found[1])
+
+
+def _fp8(values: Mapping[str, Any], key: str) -> Quantisation:
+    _one_of(values, key, "fmt", ("e4m3", None), None)
+    return Quantisation("fp8", block=_block(values, key, "weight_block_size"))
+
+
+def _compressed_tensors(values: Mapping[str, Any], key: str) -> Quantisation:
+    _one_of(values, key, "format", FORMATS, "dense")
+    sparsity = values.get("sparsity_config")
+    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
+        raise CheckpointError(f"{key}.sparsity_config.format", "dense", brief(sparsity["format"]), LOADS)
+    if values.get("transform_config") not in (None, {}):
+        raise CheckpointError(f"{key}.transform_config", "none: weights are not rotated", brief(values["transform_config"]))
+    groups = values.get("config_groups", {})
+    weights = [group.get("weights") for group in groups.values() if isinstance(group, Mapping)] if isinstance(groups, Mapping) else []
+    blocks = [_block(one, f"{key}.config_groups.weights", "block_structure") for one in weights if isinstance(one, Mapping)]
+    return Quantisation("compressed-tensors", block=next((block for block in blocks if block is not None), None))
+
+
+def _gptq(values: Mapping[str, Any], key: str) -> Quantisation:
+    bits = _one_of(values, key, "bits", (4, 8), None)
+    version = _one_of(values, key, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    if values.get("dynamic") not in (None, {}):
+        raise CheckpointError(f"{key}.dynamic", "none: all layers of one kind", brief(values["dynamic"]))
+    return Quantisation("gptq", bits, int(version == "gptq"))
+
+
+def _awq(values: Mapping[str, Any], key: str) -> Quantisation:
+    version = values.get("version", "gemm")
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise CheckpointError(f"{key}.version", "gemm", brief(version), LOADS)
+    return Quantisation("awq", _one_of(values, key, "bits", (4,), None))
+
+
+def _modelopt(values: Mapping[str, Any], key: str) -> Quantisation:
+    _one_of(values, key, "quant_algo", ALGORITHMS, None)
+    return Quantisation("modelopt")

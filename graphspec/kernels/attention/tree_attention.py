@@ -1,0 +1,146 @@
+"""Decode-phase attention: a paged prefix, and a window of slots after it under ancestor words."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..op import Case, KernelOp
+
+
+def gather_slots(pool_layer: Tensor, table_BP: Tensor) -> Tensor:
+    """``[pages, page_size, G, D]`` through the page table: ``[B, P * page_size, G, D]`` in logical order."""
+    lanes, columns = table_BP.shape
+    rows = pool_layer.index_select(0, table_BP.reshape(-1).clamp(min=0).to(torch.int64))
+    return rows.view(lanes, columns * pool_layer.shape[1], *pool_layer.shape[2:])
+
+
+def masked_attention(query_BTQD: Tensor, kv_pool: Tensor, layer: int, table_BP: Tensor, visible_BTL: Tensor, scale: float) -> Tensor:
+    """Softmax attention over logical slots under a mask; a query that sees nothing returns 0.
+
+    Scores, softmax and the weighted sum run in float32 (float64 for float64 queries).
+    """
+    lanes, tokens, heads, dim = query_BTQD.shape
+    groups = kv_pool.shape[-2]
+    compute = torch.float64 if query_BTQD.dtype == torch.float64 else torch.float32
+    # If only scores were masked, a NaN in an unseen value would reach the result as 0 * NaN.
+    seen_BL11 = visible_BTL.any(1)[:, :, None, None]
+    key_BLGD = torch.where(seen_BL11, gather_slots(kv_pool[layer, 0], table_BP), 0.0).to(compute)
+    value_BLGD = torch.where(seen_BL11, gather_slots(kv_pool[layer, 1], table_BP), 0.0).to(compute)
+    query = query_BTQD.to(compute).view(lanes, tokens, groups, heads // groups, dim)
+    score = torch.einsum("btgrd,blgd->bgrtl", query, key_BLGD) * scale
+    visible = visible_BTL[:, None, None]
+    score = torch.where(visible, score, -torch.inf)
+    peak = score.amax(-1, keepdim=True)
+    weight = torch.where(visible, torch.exp(score - torch.where(peak == -torch.inf, 0.0, peak)), 0.0)
+    total = weight.sum(-1, keepdim=True)
+    weight = weight / torch.where(total == 0, 1.0, total)
+    out = torch.einsum("bgrtl,blgd->btgrd", weight, value_BLGD)
+    return out.reshape(lanes, tokens, heads, dim).to(query_BTQD.dtype)
+
+
+def tree_attention(
+    query_BTQD: Tensor,
+    kv_pool: Tensor,
+    layer: int,
+    table_BP: Tensor,
+    prefix_begin_BT: Tensor,
+    prefix_end_B: Tensor,
+    ancestors_BTX: Tensor,
+    scale: float,
+) -> Tensor:
+    """Attention of tree nodes, draft beams or window entries over their prefix and their own ancestors.
+
+    Query (b, t) sees slot s when ``prefix_begin[b, t] <= s < prefix_end[b]``, and slot ``prefix_end[b] + j`` when bit ``j % 64`` of word
+    ``j // 64`` of its ancestors is set; its own bit included. Slots that it doesn't see may hold NaN.
+
+    Args:
+        query_BTQD: floating point; Q is a multiple of G.
+        kv_pool: ``[layers, 2, pages, page_size, G, D]``, read only.
+        layer: static.
+        table_BP: int32.
+        prefix_begin_BT, prefix_end_B: int64.
+        ancestors_BTX: int64 words, 64 bits each, bit 63 is the sign.
+        scale: static; multiplies the scores.
+
+    Returns:
+        ``[B, T, Q, D]`` in the dtype of the query; 0 for a query that sees nothing. Softmax in float32.
+    """
+    slot_L = torch.arange(table_BP.shape[1] * kv_pool.shape[3], device=query_BTQD.device)
+    prefix_BTL = (slot_L >= prefix_begin_BT[..., None]) & (slot_L < prefix_end_B[:, None, None])
+    offset_BL = slot_L - prefix_end_B[:, None]
+    words = ancestors_BTX.shape[-1]
+    inside_BL = (offset_BL >= 0) & (offset_BL < 64 * words)
+    offset_BL = offset_BL.clamp(0, 64 * words - 1)
+    word_BTL = ancestors_BTX.gather(2, (offset_BL >> 6)[:, None].expand(-1, ancestors_BTX.shape[1], -1))
+    window_BTL = (((word_BTL >> (offset_BL & 63)[:, None]) & 1) == 1) & inside_BL[:, None]
+    return masked_attention(query_BTQD, kv_pool, layer, table_BP, prefix_BTL | window_BTL, scale)
+
+
+def random_pool(
+    generator: torch.Generator, *, lanes: int, columns: int, page_size: int, heads: int, dim: int, layers: int
+) -> tuple[Tensor, Tensor]:
+    """A random pool and a shuffled page table over it."""
+    pages = lanes * columns + 1
+    table = (torch.randperm(pages - 1, generator=generator) + 1).view(lanes, columns).to(torch.int32)
+    return torch.randn(layers, 2, pages, page_size, heads, dim, generator=generator), table
+
+
+def poison_unseen(kv_pool: Tensor, table_BP: Tensor, visible_BTL: Tensor) -> None:
+    """Fill every slot that no query may see with NaN, in all layers, the dummy page included."""
+    page_size = kv_pool.shape[3]
+    slot_L = torch.arange(visible_BTL.shape[-1])
+    seen = torch.zeros(kv_pool.shape[2], page_size, dtype=torch.bool)
+    for lane in range(table_BP.shape[0]):
+        visible_L = visible_BTL[lane].any(0)
+        seen[table_BP[lane, slot_L // page_size].long(), slot_L % page_size] |= visible_L
+    kv_pool[:, :, ~seen] = torch.nan
+
+
+def visible_slots(prefix_begin_BT: Tensor, prefix_end_B: Tensor, ancestors_BTX: Tensor, length: int) -> Tensor:
+    """Visibility, bool ``[B, T, length]``, by plain loops, independent of the reference."""
+    lanes, tokens, words = ancestors_BTX.shape
+    visible = torch.zeros(lanes, tokens, length, dtype=torch.bool)
+    for lane in range(lanes):
+        end = int(prefix_end_B[lane])
+        for token in range(tokens):
+            visible[lane, token, max(0, int(prefix_begin_BT[lane, token])) : max(0, end)] = True
+            for j in range(64 * words):
+                if int(ancestors_BTX[lane, token, j // 64]) >> (j % 64) & 1 and 0 <= end + j < length:
+                    visible[lane, token, end + j] = True
+    return visible
+
+
+def _cases(generator: torch.Generator) -> list[Case]:
+    def case(lanes: int, tokens: int, page_size: int, columns: int, queries: int, groups: int, dim: int, layers: int, words: int) -> Case:
+        pool, table = random_pool(generator, lanes=lanes, columns=columns, page_size=page_size, heads=groups, dim=dim, layers=layers)
+        length = columns * page_size
+        end = torch.randint(0, length, (lanes,), generator=generator)
+        begin = torch.randint(0, 3, (lanes, tokens), generator=generator)
+        reach = (torch.arange(64 * words) < length - end[:, None]) & (torch.arange(64 * words) < 2 * tokens)
+        bits = (torch.rand(lanes, tokens, 64 * words, generator=generator) < 0.4) & reach[:, None]
+        if tokens > 2:
+            bits[0, 1], begin[0, 1] = False, length
+        ancestors = (bits.view(lanes, tokens, words, 64).to(torch.int64) << torch.arange(64)).sum(-1)
+        poison_unseen(pool, table, visible_slots(begin, end, ancestors, length))
+        return {
+            "query_BTQD": torch.randn(lanes, tokens, queries, dim, generator=generator),
+            "kv_pool": pool,
+            "layer": layers - 1,
+            "table_BP": table,
+            "prefix_begin_BT": begin,
+            "prefix_end_B": end,
+            "ancestors_BTX": ancestors,
+            "scale": dim**-0.5,
+        }
+
+    return [
+        case(1, 1, 1, 5, 1, 1, 8, 1, 1),
+        case(3, 5, 16, 4, 6, 2, 16, 2, 1),
+        case(2, 7, 1, 41, 6, 2, 5, 3, 1),
+        case(2, 40, 16, 9, 3, 3, 24, 2, 2),
+        case(1, 9, 4, 30, 8, 2, 64, 1, 2),
+    ]
+
+
+OP = KernelOp(tree_attention, _cases, native="native", exact=False)

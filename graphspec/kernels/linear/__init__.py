@@ -1,0 +1,3 @@
+"""Linear layers of a few rows, packed weights, and mixtures of experts."""
+
+from __future__ import annotations

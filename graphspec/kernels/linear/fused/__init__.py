@@ -1,0 +1,3 @@
+"""Triton implementations of the ops of :mod:`graphspec.kernels.linear`."""
+
+from __future__ import annotations

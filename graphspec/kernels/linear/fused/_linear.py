@@ -1,0 +1,276 @@
+"""The kernels of :mod:`graphspec.kernels.linear.fused.linear`.
+
+The weight is the M operand of the matrix instruction and the few rows are N. With split-K, programs store their partial sums in memory; the
+last one to arrive adds them in order and runs the epilogue of the tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ...fused.launch import INTERPRETED
+from ...sampling.fused._vocabulary import arrive, exp_exact
+from ._packed import dequantised, fields_from, pair
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def _prefetch(at):
+    """Prefetch the cache lines at these addresses into L2."""
+    if not _INTERPRETED:
+        tl.inline_asm_elementwise(
+            "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _factor(total, inputs, eps):
+    return tl.rsqrt(total / inputs + eps)
+
+
+@triton.jit
+def _row_totals(squares, row, in_rows, parts, PARTS: tl.constexpr):
+    """Sums of ``squares [rows, parts]`` over the parts, in an order that depends on their number alone."""
+    BLOCK: tl.constexpr = PARTS if PARTS < 32 else 32
+    part = tl.arange(0, BLOCK)
+    at = squares + row.to(tl.int64)[:, None] * parts + part[None, :]
+    total = tl.load(at, mask=in_rows[:, None] & (part < parts)[None, :], other=0.0)
+    for start in tl.static_range(BLOCK, PARTS, BLOCK):
+        total += tl.load(at + start, mask=in_rows[:, None] & (start + part < parts)[None, :], other=0.0)
+    return tl.sum(total, 1)
+
+
+@triton.jit
+def _scanned_totals(row_at, in_rows, inputs, SCAN_M: tl.constexpr, SCAN_K: tl.constexpr, SCANS: tl.constexpr):
+    """Sums of squares of whole rows. Unrolled, because a nested loop would keep the loop over the weight from being pipelined."""
+    position = tl.arange(0, SCAN_K)
+    total = tl.zeros([SCAN_M, SCAN_K], tl.float32)
+    for scan in tl.static_range(SCANS):
+        inside = in_rows[:, None] & (scan * SCAN_K + position < inputs)[None, :]
+        part = tl.load(row_at[:, None] + (scan * SCAN_K + position)[None, :], mask=inside, other=0.0).to(tl.float32)
+        total += part * part
+    return tl.sum(total, 1)
+
+
+@triton.jit
+def _normed(x, factor, weight, OFFSET: tl.constexpr, dtype: tl.constexpr):
+    """RMSNorm of ``x`` given its factor per row; rounds where the reference rounds."""
+    x = x.to(tl.float32) * factor[:, None]
+    weight = weight.to(tl.float32)[None, :]
+    y = x * (1.0 + weight) if OFFSET else weight * x.to(dtype).to(tl.float32)
+    return y.to(dtype)
+
+
+@triton.jit
+def _finish(
+    acc, up, output, row, in_rows, bias, residual_at, out, outputs, sums_at,
+    GATED: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Epilogue of a tile ``[TILE_O, TILE_M]``: bias, gate, residual and store. Rounds where the reference rounds, unless ``out`` is wider.
+
+    ``sums_at [TILE_M]``, if given, receives the tile's share of each row's sum of squares, taken of the rounded values that are stored.
+    """
+    keep = (output < outputs)[:, None] & in_rows[None, :]
+    result: tl.constexpr = out.dtype.element_ty
+    rounded: tl.constexpr = dtype if result == dtype else tl.float32
+    if bias is not None:
+        acc += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            up += tl.load(bias + outputs + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
+    y = acc.to(rounded).to(tl.float32)
+    if GATED:
+        y = (y / (1.0 + exp_exact(-y))).to(rounded).to(tl.float32) * up.to(rounded).to(tl.float32)
+        y = y.to(rounded).to(tl.float32)
+    if residual_at is not None:
+        y = tl.load(residual_at, mask=keep, other=0.0).to(tl.float32) + y
+    tl.store(out + row.to(tl.int64)[None, :] * outputs + output[:, None], y.to(result), mask=keep)
+    if sums_at is not None:
+        stored = tl.where(keep, y.to(result).to(tl.float32), 0.0)
+        tl.store(sums_at, tl.sum(stored * stored, 0), mask=in_rows)
+
+
+@triton.jit
+def _row_squares(x, squares, inputs, inner, x_outer, x_inner, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One program per row: its sum of squares, in an order that depends only on the length of the row."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0)
+    at = x + (row // inner).to(tl.int64) * x_outer + (row % inner).to(tl.int64) * x_inner
+    channel = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, inputs, BLOCK):
+        part = tl.load(at + start + channel, mask=start + channel < inputs, other=0.0).to(tl.float32)
+        total += part * part
+    tl.store(squares + row, tl.sum(total, 0))
+
+
+@triton.jit
+def _linear(
+    x, weight, scales, super_scales, zeros, minimums, super_minimums, group_of, bias, norm_weight, squares, residual, out, sums,
+    partial, semaphore,
+    eps, begin, rows, inner, outputs, inputs, columns, super_columns, super_minimum_columns, square_parts,
+    x_outer, x_inner, weight_o, to_up, residual_outer, residual_inner,
+    CODE: tl.constexpr, FLOAT8: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr, SUPER_MINIMUM: tl.constexpr,
+    DIVIDES: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_O: tl.constexpr, TILE_K: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
+    SCAN_M: tl.constexpr, SCAN_K: tl.constexpr, SCANS: tl.constexpr, PARTS: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr,
+    PREFETCH: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: ``TILE_O`` outputs (of gate and of up, if gated) of ``TILE_M`` rows, over one of ``SPLITS`` ranges of the inputs.
+
+    Rows are ``begin .. begin + rows`` of ``x``, whose two leading dimensions are flattened; the inner one has size ``inner``. The norm's
+    factors come from ``squares [rows, square_parts]``, the parts of each row's sum of squares; without it the program computes the sums
+    of ``SCAN_M`` rows itself. ``sums [rows, tiles]`` receives the sums of squares of the result.
+
+    With ``CODE``, ``weight`` has codes, and the arguments after it are what :func:`~._packed.fields_from` takes. Every tile becomes what a
+    weight of numbers has there, and so the sums are the same to the bit.
+    """
+    dtype: tl.constexpr = x.dtype.element_ty
+    PAIR: tl.constexpr = pair(CODE)
+    tiles_m = tl.cdiv(rows, TILE_M)
+    program = tl.program_id(0)
+    tile_m = program % tiles_m
+    split = program // tiles_m % SPLITS
+    tile = program // (tiles_m * SPLITS)
+    steps = tl.cdiv(tl.cdiv(inputs, TILE_K), SPLITS)
+    first = split * steps * TILE_K
+    end = tl.minimum(first + steps * TILE_K, inputs)
+
+    output = tile * TILE_O + tl.arange(0, TILE_O)
+    # Outputs past the end repeat the last one; they are not stored.
+    weight_row = tl.minimum(output, outputs - 1).to(tl.int64)
+    weight_at = weight + weight_row[:, None] * weight_o
+    channel = tl.arange(0, TILE_K)
+    code = tl.arange(0, TILE_K // PAIR)
+    if PREFETCH > 0:
+        line = first // PAIR + tl.arange(0, PREFETCH) * LINE
+        line = tl.minimum(line, inputs // PAIR - 1)
+        _prefetch(weight_at + line[None, :])
+        if GATED:
+            _prefetch(weight_at + to_up + line[None, :])
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+    lane = tile_m * TILE_M + tl.arange(0, TILE_M)
+    in_rows = lane < rows
+    row = begin + lane
+    x_at = x + ((row // inner).to(tl.int64) * x_outer + (row % inner).to(tl.int64) * x_inner)[:, None]
+    if norm_weight is not None:
+        scale = tl.zeros([TILE_M], tl.float32)
+        # Loaded one step ahead: the dot waits for the scaled rows, but not for weights of later steps.
+        norm_scales = tl.load(norm_weight + first + channel, mask=first + channel < end, other=0.0)
+
+    if CODE != "":
+        # One step ahead, too.
+        fields = (
+            scales, super_scales, zeros, minimums, super_minimums, group_of,
+            columns, super_columns, super_minimum_columns, inputs,
+        )  # fmt: skip
+        entries = fields_from(None, fields, weight_row, first, GROUP, SUPER, SUPER_MINIMUM, TILE_K)
+        if GATED:
+            up_entries = fields_from(None, fields, weight_row + outputs, first, GROUP, SUPER, SUPER_MINIMUM, TILE_K)
+
+    acc = tl.zeros([TILE_O, TILE_M], tl.float32)
+    up = acc
+    for start in range(first, end, TILE_K):
+        at = weight_at + (start // PAIR + code)[None, :]
+        if EVEN:
+            rows_of_x = tl.load(x_at + (start + channel)[None, :], mask=in_rows[:, None], other=0.0)
+            rows_of_weight = tl.load(at)
+        else:
+            inside = start + channel < inputs
+            rows_of_x = tl.load(x_at + (start + channel)[None, :], mask=in_rows[:, None] & inside[None, :], other=0.0)
+            rows_of_weight = tl.load(at, mask=(start // PAIR + code < inputs // PAIR)[None, :], other=0)
+        if norm_weight is not None:
+            # Inside the loop, so that the first weight tiles are in flight before anything waits for these loads.
+            if start == first:
+                if SCAN_M > 0:
+                    scanned = tile_m * TILE_M + tl.arange(0, SCAN_M)
+                    scanned_row = begin + scanned
+                    scanned_at = x + (scanned_row // inner).to(tl.int64) * x_outer + (scanned_row % inner).to(tl.int64) * x_inner
+                    total = _scanned_totals(scanned_at, scanned < rows, inputs, SCAN_M, SCAN_K, SCANS)
+                    # Each row of `own` has one entry, so the sum is exact.
+                    own = tl.arange(0, TILE_M)[:, None] == tl.arange(0, SCAN_M)[None, :]
+                    scale = tl.sum(tl.where(own, _factor(total, inputs, eps)[None, :], 0.0), 1)
+                else:
+                    scale = _factor(_row_totals(squares, row, in_rows, square_parts, PARTS), inputs, eps)
+            rows_of_x = _normed(rows_of_x, scale, norm_scales, OFFSET, dtype)
+            following = start + TILE_K + channel
+            norm_scales = tl.load(norm_weight + following, mask=following < end, other=0.0)
+        narrow = tl.trans(rows_of_x)
+        if CODE != "":
+            rows_of_weight = dequantised(rows_of_weight, entries, fields, CODE, FLOAT8, GROUP, DIVIDES, dtype)
+            if not EVEN:
+                rows_of_weight = tl.where((start + channel < inputs)[None, :], rows_of_weight, 0.0)
+            entries = fields_from(entries, fields, weight_row, start + TILE_K, GROUP, SUPER, SUPER_MINIMUM, TILE_K)
+        acc = tl.dot(rows_of_weight, narrow, acc, input_precision="ieee")
+        if GATED:
+            at += to_up
+            if EVEN:
+                rows_of_weight = tl.load(at)
+            else:
+                rows_of_weight = tl.load(at, mask=(start // PAIR + code < inputs // PAIR)[None, :], other=0)
+            if CODE != "":
+                rows_of_weight = dequantised(rows_of_weight, up_entries, fields, CODE, FLOAT8, GROUP, DIVIDES, dtype)
+                if not EVEN:
+                    rows_of_weight = tl.where((start + channel < inputs)[None, :], rows_of_weight, 0.0)
+                up_entries = fields_from(up_entries, fields, weight_row + outputs, start + TILE_K, GROUP, SUPER, SUPER_MINIMUM, TILE_K)
+            up = tl.dot(rows_of_weight, narrow, up, input_precision="ieee")
+
+    residual_at = None
+    if residual is not None:
+        residual_row = (row // inner).to(tl.int64) * residual_outer + (row % inner).to(tl.int64) * residual_inner
+        residual_at = residual + residual_row[None, :] + output[:, None]
+    sums_at = None
+    if sums is not None:
+        sums_at = sums + row.to(tl.int64) * tl.cdiv(outputs, TILE_O) + tile
+    if SPLITS == 1:
+        _finish(acc, up, output, row, in_rows, bias, residual_at, out, outputs, sums_at, GATED, dtype)
+    else:
+        keep = (output < outputs)[:, None] & in_rows[None, :]
+        halves: tl.constexpr = 2 if GATED else 1
+        part_at = partial + lane.to(tl.int64)[None, :] * (halves * outputs) + output[:, None]
+        stride = rows * halves * outputs
+        own_part_at = part_at + split.to(tl.int64) * stride
+        tl.store(own_part_at, acc, mask=keep)
+        if GATED:
+            tl.store(own_part_at + outputs, up, mask=keep)
+        if arrive(semaphore + tile * tiles_m + tile_m, SPLITS):
+            acc = tl.load(part_at, mask=keep, other=0.0, cache_modifier=".cg")
+            for other in tl.static_range(1, SPLITS):
+                acc += tl.load(part_at + other * stride, mask=keep, other=0.0, cache_modifier=".cg")
+            if GATED:
+                up = tl.load(part_at + outputs, mask=keep, other=0.0, cache_modifier=".cg")
+                for other in tl.static_range(1, SPLITS):
+                    up += tl.load(part_at + other * stride + outputs, mask=keep, other=0.0, cache_modifier=".cg")
+            _finish(acc, up, output, row, in_rows, bias, residual_at, out, outputs, sums_at, GATED, dtype)
+
+
+@triton.jit
+def _dequantise(
+    weight, scales, super_scales, zeros, minimums, super_minimums, group_of, out,
+    outputs, inputs, columns, super_columns, super_minimum_columns, weight_o,
+    CODE: tl.constexpr, FLOAT8: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr, SUPER_MINIMUM: tl.constexpr,
+    DIVIDES: tl.constexpr, TILE_O: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """Program (columns, rows): a tile of codes as numbers."""
+    PAIR: tl.constexpr = pair(CODE)
+    start = tl.program_id(0) * TILE_K
+    output = tl.program_id(1) * TILE_O + tl.arange(0, TILE_O)
+    row = tl.minimum(output, outputs - 1).to(tl.int64)
+    code = start // PAIR + tl.arange(0, TILE_K // PAIR)
+    fields = (
+        scales, super_scales, zeros, minimums, super_minimums, group_of,
+        columns, super_columns, super_minimum_columns, inputs,
+    )  # fmt: skip
+    codes = tl.load(weight + row[:, None] * weight_o + code[None, :], mask=(code < inputs // PAIR)[None, :], other=0)
+    entries = fields_from(None, fields, row, start, GROUP, SUPER, SUPER_MINIMUM, TILE_K)
+    values = dequantised(codes, entries, fields, CODE, FLOAT8, GROUP, DIVIDES, out.dtype.element_ty)
+    channel = start + tl.arange(0, TILE_K)
+    keep = (output < outputs)[:, None] & (channel < inputs)[None, :]
+    tl.store(out + row[:, None] * inputs + channel[None, :], values, mask=keep)

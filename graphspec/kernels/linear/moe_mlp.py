@@ -1,0 +1,80 @@
+"""The experts of a mixture, applied to few tokens: bound by reading weights, like every matrix product of a decode cycle."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..formulas import silu_mul
+from ..op import Case, KernelOp
+
+
+def moe_mlp(x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up_EFH: Tensor, down_EHF: Tensor) -> Tensor:
+    """``sum over k of weight[t, k] * down[e](silu(gate[e] x[t]) * (up[e] x[t]))`` with ``e = index[t, k]``, in order of k.
+
+    SwiGLU experts (arXiv 2002.05202) after ``moe_route``. Products accumulate in float32, and so does
+    the sum over experts; the activation is rounded to the dtype of ``x`` before the second product. Experts without a gate compute
+    ``down[e](relu(up[e] x[t]) ** 2)`` (arXiv 2109.08668).
+
+    Args:
+        x_TH: floating point, any number of tokens.
+        index_TK: int64 in [0, E), distinct in a row, or -1: no expert, nothing is added.
+        weight_TK: float32.
+        gate_up_EFH: ``[E, 2F, H]``: F rows of the gate, then F of the up projection; contiguous, dtype of ``x``. Without a gate
+            ``[E, F, H]``.
+        down_EHF: ``[E, H, F]``, likewise.
+
+    Returns:
+        ``[T, H]`` in the dtype of ``x``; 0 for a token without an expert.
+    """
+    tokens, topk = index_TK.shape
+    experts = gate_up_EFH.shape[0]
+    activate = silu_mul if gate_up_EFH.shape[1] == 2 * down_EHF.shape[2] else _squared_relu
+    wide = torch.float64 if x_TH.dtype == torch.float64 else torch.float32
+    chosen_TK1 = (index_TK >= 0)[..., None]
+    weight_TK1 = torch.where(chosen_TK1, weight_TK[..., None], 0.0).to(wide)
+    if tokens * topk <= experts:
+        # Gathering reads T * K experts, a loop over all of them E.
+        index_TK = index_TK.clamp(min=0)
+        hidden_TKF = torch.einsum("th,tkfh->tkf", x_TH, gate_up_EFH[index_TK]).to(wide)
+        active_TKF = activate(hidden_TKF).to(x_TH.dtype)
+        out_TKH = torch.einsum("tkf,tkhf->tkh", active_TKF, down_EHF[index_TK])
+    else:
+        hidden_ETF = torch.matmul(x_TH, gate_up_EFH.transpose(1, 2)).to(wide)
+        active_ETF = activate(hidden_ETF).to(x_TH.dtype)
+        out_ETH = torch.matmul(active_ETF, down_EHF.transpose(1, 2))
+        out_TKH = out_ETH[index_TK.clamp(min=0), torch.arange(tokens, device=x_TH.device)[:, None]]
+    return torch.where(chosen_TK1, out_TKH.to(wide) * weight_TK1, 0.0).sum(1).to(x_TH.dtype)
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return torch.relu(x).square()
+
+
+def _cases(generator: torch.Generator) -> list[Case]:
+    def case(tokens: int, topk: int, experts: int, hidden: int, width: int, *, only: int | None = None, gated: bool = True) -> Case:
+        index = torch.stack([torch.randperm(experts, generator=generator)[:topk] for _ in range(tokens)])
+        if only is not None:
+            index[:, 0] = only
+        if tokens > 2:
+            index[1] = -1
+        return {
+            "x_TH": torch.randn(tokens, hidden, generator=generator),
+            "index_TK": index,
+            "weight_TK": torch.rand(tokens, topk, generator=generator),
+            "gate_up_EFH": torch.randn(experts, (1 + gated) * width, hidden, generator=generator) / hidden**0.5,
+            "down_EHF": torch.randn(experts, hidden, width, generator=generator) / width**0.5,
+        }
+
+    return [
+        case(1, 1, 1, 8, 4),
+        case(3, 2, 9, 33, 17),
+        case(5, 3, 4, 40, 24),
+        case(17, 1, 3, 24, 40, only=2),
+        case(2, 8, 16, 70, 65),
+        case(3, 2, 9, 33, 17, gated=False),
+        case(17, 1, 3, 24, 40, only=2, gated=False),
+    ]
+
+
+OP = KernelOp(moe_mlp, _cases, exact=False)

@@ -1,0 +1,3 @@
+"""Convolutions and states of recurrent layers."""
+
+from __future__ import annotations

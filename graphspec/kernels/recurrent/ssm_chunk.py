@@ -1,0 +1,44 @@
+"""Selective state space over a run of tokens in blocks: prompts."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from ..op import KernelOp, Written
+from .ssm_rule import random_ssm, ssm_block, ssm_tokens
+from .state_cases import run_cases
+from .state_runs import run_blocks
+from .state_tokens import rows_of
+
+
+def ssm_chunk(
+    mixed_BTE: Tensor,
+    gate_BTG: Tensor,
+    skip_H: Tensor,
+    matrix_RUHKV: Written,
+    layer: int,
+    lane_row_B: Tensor,
+    length_B: Tensor,
+    fresh_B: Tensor | None = None,
+) -> Tensor:
+    """What ``ssm_scan`` computes, by matrix products over blocks of tokens (arXiv 2405.21060, section 6).
+
+    The state goes from block to block; inside a block all tokens are computed at once, as in ``ssm_dual``.
+    Tokens past a lane's length decay nothing and add nothing. Results differ from those of the scan by rounding.
+
+    Args:
+        mixed_BTE, gate_BTG, skip_H, matrix_RUHKV, layer, lane_row_B, length_B, fresh_B: as there; the matrix is written.
+
+    Returns:
+        ``[B, T, H, V]`` in the dtype of ``mixed``; 0 past a lane's length.
+    """
+    tokens = ssm_tokens(mixed_BTE, gate_BTG, *matrix_RUHKV.shape[2:])
+    start_BHKV = rows_of(matrix_RUHKV, layer, lane_row_B, fresh_B)
+    state_BHKV, out_BTHV = run_blocks(partial(ssm_block, skip_H), start_BHKV, tokens, length_B)
+    matrix_RUHKV[:, layer].index_copy_(0, lane_row_B, state_BHKV)
+    return out_BTHV.to(mixed_BTE.dtype)
+
+
+OP = KernelOp(ssm_chunk, partial(run_cases, random_ssm), native="native.recurrent", exact=False)

@@ -1,0 +1,101 @@
+"""Commit of the matrices of all recurrent layers: the accepted path enters them, from what verification recorded."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Generator, Tensor
+
+from ..op import Case, KernelOp, Written
+from .delta_rule import delta_tokens, delta_update
+from .ssm_rule import ssm_tokens, ssm_update
+from .state_runs import scan_run
+from .tree_conv import convolved
+
+
+def state_commit(
+    input_UBTE: Tensor,
+    gate_UBTG: Tensor,
+    weight_UEO: Tensor,
+    bias_UE: Tensor | None,
+    column_RUOE: Tensor,
+    matrix_RUHKV: Written,
+    lane_row_B: Tensor,
+    path_BA: Tensor,
+    length_B: Tensor,
+    selective: bool,
+) -> None:
+    """Update the matrices of the lanes' rows, in all recurrent layers, by the tokens ``path[:length]``, in order.
+
+    A token is convolved over the tokens before it on the path and the committed columns, then changes its layer's matrix by the rule: the
+    operations of ``tree_conv`` and of ``delta_scan`` or ``ssm_scan``, in
+    the same order. Nothing is read for queries, as nothing is returned. A lane of length 0 keeps its row's matrices, bit for bit. Inputs
+    and gates off the path may be NaN.
+
+    Args:
+        input_UBTE: inputs of the convolutions, by layer.
+        gate_UBTG: float32, as the rule's ops take them.
+        weight_UEO: ``[U, E, O + 1]``, the convolutions' weights.
+        bias_UE: dtype of the input. None: the convolutions have none.
+        column_RUOE: dtype of the input; the last O inputs of each row before the path, oldest first.
+        matrix_RUHKV: float32, written at the lanes' rows. Lanes of one row agree in everything, or the row is not read.
+        lane_row_B: int64.
+        path_BA: int64 places in T, of which the first ``length`` count, from the root on.
+        length_B: int64, at most A.
+        selective: static; the rule is that of ``ssm_rule``, else of ``delta_rule``.
+    """
+    layers, lanes = input_UBTE.shape[:2]
+    heads, key_dim, value_dim = matrix_RUHKV.shape[2:]
+    steps = path_BA.shape[1]
+    lane_B1 = torch.arange(lanes, device=path_BA.device)[:, None]
+    source_UBSE = torch.cat((column_RUOE[lane_row_B].transpose(0, 1), input_UBTE[:, lane_B1, path_BA]), 2)
+    taps = [source_UBSE[:, :, tap : tap + steps] for tap in range(column_RUOE.shape[2] + 1)]
+    mixed_UBAE = convolved(taps, weight_UEO[:, None, None], None if bias_UE is None else bias_UE[:, None, None])
+    # A layer of a lane is a lane of its own.
+    taken = mixed_UBAE.flatten(0, 1), gate_UBTG[:, lane_B1, path_BA].flatten(0, 1), heads, key_dim, value_dim
+    tokens = ssm_tokens(*taken) if selective else delta_tokens(*taken)
+    update = partial(ssm_update, matrix_RUHKV.new_zeros(heads)) if selective else delta_update
+    start = matrix_RUHKV[lane_row_B].transpose(0, 1).flatten(0, 1)
+    state, _ = scan_run(update, start, tokens, length_B.repeat(layers))
+    matrix_RUHKV.index_copy_(0, lane_row_B, state.unflatten(0, (layers, lanes)).transpose(0, 1))
+
+
+def _cases(generator: Generator) -> list[Case]:
+    def case(
+        layers: int, lanes: int, tokens: int, width: int, key_heads: int, heads: int, key_dim: int, value_dim: int, *, selective: bool
+    ) -> Case:
+        channels = 2 * key_heads * key_dim + heads * value_dim
+        columns = 1 if heads == 3 else 3
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        gate = torch.rand(layers, lanes, tokens, 2 * heads, generator=generator)
+        gate[..., :heads] *= -3
+        made: Case = {
+            "input_UBTE": normal(layers, lanes, tokens, channels),
+            "gate_UBTG": gate,
+            "weight_UEO": normal(layers, channels, columns + 1),
+            "bias_UE": normal(layers, channels) if selective else None,
+            "column_RUOE": normal(lanes + 2, layers, columns, channels),
+            "matrix_RUHKV": normal(lanes + 2, layers, heads, key_dim, value_dim),
+            "lane_row_B": torch.randperm(lanes + 2, generator=generator)[:lanes],
+            "path_BA": torch.stack([torch.randperm(tokens, generator=generator)[:width].sort().values for _ in range(lanes)]),
+            "length_B": torch.randint(0, width + 1, (lanes,), generator=generator),
+            "selective": selective,
+        }
+        made["length_B"][0] = width
+        for lane in range(lanes):
+            off = sorted(set(range(tokens)) - set(made["path_BA"][lane, : int(made["length_B"][lane])].tolist()))
+            made["input_UBTE"][:, lane, off] = made["gate_UBTG"][:, lane, off] = torch.nan
+        return made
+
+    return [
+        case(layers, lanes, tokens, width, *heads, selective=selective)
+        for selective in (False, True)
+        for layers, lanes, tokens, width, *heads in ((1, 1, 1, 1, 1, 1, 4, 4), (3, 3, 9, 5, 2, 4, 8, 6), (2, 4, 7, 7, 1, 3, 5, 7))
+    ]
+
+
+OP = KernelOp(state_commit, _cases, native="native.recurrent", exact=False)

@@ -1,0 +1,183 @@
+"""The end of a cycle: the accepted run becomes the row's next window, its counters and one entry of the output ring."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from ..groups import Progress, Run, Window
+from ..op import WRITTEN, Case, KernelOp, Written
+
+RING_HEADER = 2
+"""Words of a lane in the ring before its tokens: how many there are, and the row's status."""
+
+
+def commit_rows(
+    lane_row_B: Tensor,
+    run: Run,
+    feature_BNF: Tensor | None,
+    cycle_1: Written,
+    ring_ZBJ: Written,
+    window: Annotated[Window, WRITTEN],
+    progress: Annotated[Progress, WRITTEN],
+    history_RL: Written | None,
+    output_count_RV: Written | None,
+    append: bool,
+) -> None:
+    """Commit every lane's run: ``sample[path[a]]`` for ``a < accept_len``, the last of which is the row's new root. In place.
+
+    Ring: slot ``cycle % Z`` gets ``accept_len, outcome, tokens`` of every lane, and ``cycle`` counts 1 up. Row: ``status = outcome``, and
+    where the run is not empty ``seq_len += accept_len`` and ``budget -= accept_len``. Ring entries past the run are -1.
+
+    Window, where the run is not empty: the run replaces it, ``window_len = accept_len``, and the rest of its first A entries becomes -1,
+    and 0 for features; later entries stay. With ``append`` the run is written after the ``window_len >= 1`` present entries,
+    ``window_len += accept_len``, and nothing else of it changes; the caller guarantees ``window_len + accept_len <= Ac``.
+
+    A lane with an empty run changes nothing of its row but the status. Several lanes may share a row, as padded lanes do: then their runs
+    are empty and their outcome is the row's status, so that nothing changes.
+
+    Args:
+        lane_row_B: int64, the row of each lane.
+        sample_BN: int64, the token sampled at each node.
+        path_BA: int64, the accepted nodes from the root on, each in ``[0, N)``.
+        accept_len_B: int64, ``0..A``; with ``append`` at most N, the number of nodes.
+        outcome_B: int64, the row's status from now on.
+        feature_BNF: any dtype, the target's features at each node; None: the drafter reads none.
+        cycle_1: int64, launches so far, never negative; written.
+        ring_ZBJ: int64, ``J = 2 + A``, written; lanes may be a part of a wider buffer.
+        window_token_RAc, window_len_R, seq_len_R, budget_R, status_R: int64, written.
+        window_feature_RAcF: dtype of the features, written; None without features. ``Ac >= A``.
+        lookback_token_RY: int64, written: the last Y entries before the window, that is, the end of old lookback and old window
+            concatenated. None: there is no lookback. Changes only where the run is not empty, like the rest of the row, and not with
+            ``append``, where the window begins where it did.
+        lookback_feature_RYF: the features of those entries, written; None without lookback.
+        history_RL: int64, written: the run at positions ``seq_len + 1 ..`` of the row's own tokens; entries past L are dropped. None: not
+            kept.
+        output_count_RV: int32, written: number of times that the row has emitted each token. None: not kept.
+        append: static.
+    """
+    sample_BN, path_BA, accept_len_B, outcome_B = run
+    window_len_R, window_token_RAc, window_feature_RAcF, lookback_token_RY, lookback_feature_RYF = window
+    seq_len_R, budget_R, status_R = progress
+    rows, lanes, width = lane_row_B, lane_row_B.shape[0], path_BA.shape[1]
+    entry_A = torch.arange(width, device=rows.device)
+    valid_BA = entry_A < accept_len_B[:, None]
+    token_BA = torch.where(valid_BA, sample_BN.gather(1, path_BA), -1)
+
+    slot_1 = cycle_1 % ring_ZBJ.shape[0]
+    ring_ZBJ.index_copy_(0, slot_1, torch.cat([accept_len_B[:, None], outcome_B[:, None], token_BA], 1)[None])
+    cycle_1.add_(1)
+
+    # Inert lanes write back the old value, so that lanes which share a row write the same one.
+    moved_B = accept_len_B > 0
+    if not append and lookback_token_RY is not None and lookback_feature_RYF is not None and window_feature_RAcF is not None:
+        entry_Y = torch.arange(lookback_token_RY.shape[1], device=rows.device)
+        index_BY = torch.where(moved_B, window_len_R[rows], 0)[:, None] + entry_Y
+        token_BU = torch.cat((lookback_token_RY[rows], window_token_RAc[rows]), 1)
+        lookback_token_RY.index_copy_(0, rows, token_BU.gather(1, index_BY))
+        feature_BUF = torch.cat((lookback_feature_RYF[rows], window_feature_RAcF[rows]), 1)
+        lookback_feature_RYF.index_copy_(0, rows, feature_BUF.gather(1, index_BY[..., None].expand(-1, -1, feature_BUF.shape[-1])))
+    if history_RL is not None:
+        position_BA = seq_len_R[rows][:, None] + 1 + entry_A
+        kept_BA = valid_BA & (position_BA < history_RL.shape[1])
+        # Entries that are not part of the run write position 0, the prompt's first token, which no run reaches, with its old value.
+        position_BA = torch.where(kept_BA, position_BA, 0)
+        old_BA = history_RL[rows].gather(1, position_BA)
+        new_BA = torch.where(kept_BA, token_BA, old_BA)
+        history_RL.index_put_((rows[:, None].expand(lanes, width), position_BA), new_BA)
+    if output_count_RV is not None:
+        index_BA = rows[:, None] * output_count_RV.shape[1] + token_BA.clamp(min=0)
+        output_count_RV.view(-1).scatter_add_(0, index_BA.flatten(), valid_BA.to(output_count_RV.dtype).flatten())
+    feature_BAF = None
+    if feature_BNF is not None:
+        feature_BAF = feature_BNF.gather(1, path_BA[..., None].expand(-1, -1, feature_BNF.shape[-1]))
+    before_B = torch.where(moved_B, window_len_R[rows], 0)
+    if append:
+        # Entries that are not part of the run write entry 0 with its old value; no run reaches it, since a row that decodes has an entry.
+        # A run has at most as many tokens as there are nodes, and plain cycles, which append, have one node.
+        reach = min(width, sample_BN.shape[1])
+        place_BA = before_B[:, None] + entry_A[:reach]
+        kept_BA = valid_BA[:, :reach] & (place_BA < window_token_RAc.shape[1])
+        place_BA = torch.where(kept_BA, place_BA, 0)
+        at_BA = (rows[:, None].expand(lanes, reach), place_BA)
+        window_token_RAc.index_put_(at_BA, torch.where(kept_BA, token_BA[:, :reach], window_token_RAc[at_BA]))
+        if feature_BAF is not None and window_feature_RAcF is not None:
+            window_feature_RAcF.index_put_(at_BA, torch.where(kept_BA[..., None], feature_BAF[:, :reach], window_feature_RAcF[at_BA]))
+        new_len_B = before_B + accept_len_B
+    else:
+        token_RA = window_token_RAc[:, :width]
+        token_RA.index_copy_(0, rows, torch.where(moved_B[:, None], token_BA, token_RA[rows]))
+        if feature_BAF is not None and window_feature_RAcF is not None:
+            feature_RAF = window_feature_RAcF[:, :width]
+            feature_BAF = torch.where(valid_BA[..., None], feature_BAF, 0)
+            feature_RAF.index_copy_(0, rows, torch.where(moved_B[:, None, None], feature_BAF, feature_RAF[rows]))
+        new_len_B = accept_len_B
+    window_len_R.index_copy_(0, rows, torch.where(moved_B, new_len_B, window_len_R[rows]))
+    seq_len_R.index_copy_(0, rows, seq_len_R[rows] + accept_len_B)
+    budget_R.index_copy_(0, rows, budget_R[rows] - accept_len_B)
+    status_R.index_copy_(0, rows, outcome_B)
+
+
+def commit_case(
+    generator: torch.Generator, lanes: int, nodes: int, width: int, features: int = 0, lookback: int = 0, history: int = 0, vocab: int = 0,
+    capacity: int = 0, append: bool = False,
+) -> Case:  # fmt: skip
+    """Rows in any order, some with an empty run; from three lanes on, the last two are padded and share the dummy row."""
+    rows, live = lanes + 2, lanes if lanes < 3 else lanes - 2
+    capacity = capacity or width * (1 + append)
+
+    def draw(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    row = torch.randperm(rows - 1, generator=generator)[:lanes]
+    row[live:] = rows - 1
+    status, length = draw(0, 5, rows), draw(0, (min(width, nodes) if append else width) + 1, lanes)
+    length[live:] = 0
+    outcome = torch.where(torch.arange(lanes) < live, draw(0, 5, lanes), status[row])
+    path = torch.cat((torch.zeros(lanes, 1, dtype=torch.int64), draw(0, nodes, lanes, width - 1).sort(-1).values), 1)
+
+    def feature(*shape: int) -> Tensor | None:
+        return torch.randn(*shape, features, generator=generator) if features else None
+
+    return {
+        "lane_row_B": row,
+        "sample_BN": draw(0, vocab or 50, lanes, nodes),
+        "path_BA": path,
+        "accept_len_B": length,
+        "outcome_B": outcome,
+        "feature_BNF": feature(lanes, nodes),
+        "cycle_1": draw(0, 9, 1),
+        "ring_ZBJ": draw(-9, 0, 3, lanes, width + RING_HEADER),
+        "window_token_RAc": draw(0, 50, rows, capacity),
+        "window_len_R": draw(1, capacity - width * append + 1, rows),
+        "seq_len_R": draw(0, max(history - width, 9), rows),
+        "budget_R": draw(0, 99, rows),
+        "status_R": status,
+        "window_feature_RAcF": feature(rows, capacity),
+        "lookback_token_RY": draw(0, 50, rows, lookback) if lookback else None,
+        "lookback_feature_RYF": feature(rows, lookback) if lookback else None,
+        "history_RL": draw(0, 50, rows, history) if history else None,
+        "output_count_RV": draw(0, 9, rows, vocab).to(torch.int32) if vocab else None,
+        "append": append,
+    }
+
+
+def _cases(generator: torch.Generator) -> list[Case]:
+    past_the_end = commit_case(generator, 2, 4, 3, history=7)
+    past_the_end["seq_len_R"].fill_(5)
+    return [
+        commit_case(generator, 5, 6, 4, features=7),
+        commit_case(generator, 4, 9, 3, features=5, lookback=2, vocab=11),
+        commit_case(generator, 3, 8, 8, history=30),
+        commit_case(generator, 1, 1, 1),
+        commit_case(generator, 7, 4, 4, features=3, lookback=3),
+        past_the_end,
+        commit_case(generator, 5, 6, 3, features=7, capacity=9),
+        commit_case(generator, 6, 1, 4, features=5, capacity=11, append=True),
+        commit_case(generator, 4, 5, 3, vocab=11, append=True),
+    ]
+
+
+OP = KernelOp(commit_rows, _cases, native="native.state")

@@ -1,0 +1,141 @@
+"""One level of beam drafting: writes its candidates into the pool; the best of them become the beams of the next step."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from ..groups import Beams, Candidates
+from ..op import WRITTEN, Case, KernelOp
+from ..sampling.topk import stable_topk
+from .draft_window import LIVE
+from .tree_build import bit_words
+
+
+def draft_level(
+    increment_BEK: Tensor,
+    next_BEK: Tensor,
+    level: int,
+    beams: bool,
+    shift: int,
+    lane_row_B: Tensor,
+    status_R: Tensor,
+    seq_len_R: Tensor,
+    candidates: Annotated[Candidates, WRITTEN],
+    carried: Annotated[Beams, WRITTEN],
+) -> None:
+    """Score the candidates of one level, write them to the pool, and choose the K beams that are expanded next (EAGLE-2, arXiv 2406.16858).
+
+    A candidate's score is its beam's score plus its increment; -inf in a lane that is not live, below a beam that is not valid, and
+    instead of NaN. The K best of the level, ties by index, become the next beams. A beam is valid when its score is above -inf. With sorted
+    increments, the K candidates of level 1 become the beams in their order.
+
+    The pool has level 1 in entries 0..K-1 and level l in the K*K entries from ``K + (l-2)*K*K`` on. Parents are pool indices, -1: the
+    root. The beam slots of the level before are read and overwritten; level 1 reads none of them. Step s drafts level s + 1 from the beams
+    of level s, which occupy the slots after the root: ``seq_len + 1 + (s-1)*K + b``.
+
+    Args:
+        increment_BEK: float32 log-probabilities; E is 1 at level 1, K later.
+        next_BEK: int64 target ids.
+        level: from 1, static. Levels come in order: level l reads what level l - 1 wrote.
+        beams: static; False at the last level, which has no next beams: the beam slots stay as they are.
+        shift: static, RoPE position = slot - shift.
+        lane_row_B: int64 row of each lane.
+        status_R, seq_len_R: int64.
+        candidates: written; float32, int64, int64. Contiguous, ``M >= K + (level-1)*K*K``.
+        carried: written. Of its fields:
+        beam_token_BK: int64, -1 where not valid.
+        beam_index_BK: int64, the beam's pool index.
+        beam_source_BK: int64 in 0..E-1, the row of this level's increments that it came from.
+        beam_path_BKS: int64, tokens on the path to the beam, its own in column ``level - 1``, valid or not; later columns stay as they are.
+            S >= level.
+        beam_ancestors_BKX: int64, bit j: it sees slot ``beam_end + j``; its own bit included, 0 where not valid. ``64*X >= level*K``.
+        beam_valid_BK: bool.
+        beam_slot_BK, beam_position_BK: int64, the slot of its KV, and its RoPE position.
+        beam_end_B: int64 ``seq_len + 1``, end of the prefix that all beams see.
+        next_position_B: int64 ``seq_len + 1 + level``, the position of the tokens to propose next.
+    """
+    candidate_score_BM, candidate_token_BM, candidate_parent_BM = candidates
+    beam_token_BK, beam_index_BK, beam_source_BK, beam_path_BKS, beam_ancestors_BKX, beam_valid_BK = carried[:6]
+    beam_slot_BK, beam_position_BK, beam_end_B, next_position_B = carried[6:]
+    lanes, rows, topk = increment_BEK.shape
+    row_B = lane_row_B
+    live_B, seq_B = status_R[row_B] == LIVE, seq_len_R[row_B]
+    next_BC = next_BEK.flatten(1)
+    begin = topk + (level - 2) * topk * topk if level > 1 else 0
+    end = begin + rows * topk
+    if level > 1:
+        above_BE = beam_index_BK
+        score_BE = candidate_score_BM.gather(1, above_BE)
+        valid_BE = live_B[:, None] & (score_BE > -torch.inf)
+        level_BEK = torch.where(valid_BE[..., None], score_BE[..., None] + increment_BEK, -torch.inf)
+    else:
+        above_BE = torch.full_like(next_BEK[..., 0], -1)
+        level_BEK = torch.where(live_B[:, None, None], increment_BEK, -torch.inf)
+    level_BC = level_BEK.flatten(1)
+    level_BC = torch.where(level_BC.isnan(), -torch.inf, level_BC)
+    parent_BC = above_BE[..., None].expand(lanes, rows, topk).flatten(1)
+    candidate_score_BM[:, begin:end] = level_BC
+    candidate_token_BM[:, begin:end] = next_BC
+    candidate_parent_BM[:, begin:end] = parent_BC
+    if beams:
+        score_BK, chosen_BK = stable_topk(level_BC, topk)
+        valid_BK = live_B[:, None] & (score_BK > -torch.inf)
+        source_BK = chosen_BK // topk
+        token_BK = next_BC.gather(1, chosen_BK)
+        bit_K = (level - 1) * topk + torch.arange(topk, device=row_B.device)
+        words_BKX = bit_words(bit_K, beam_ancestors_BKX.shape[-1]).expand_as(beam_ancestors_BKX)
+        if level > 1:
+            words_BKX = words_BKX | beam_ancestors_BKX.gather(1, source_BK[..., None].expand_as(words_BKX))
+            path_BKs = beam_path_BKS[..., : level - 1]
+            beam_path_BKS[..., : level - 1] = path_BKs.gather(1, source_BK[..., None].expand_as(path_BKs))
+        beam_path_BKS[..., level - 1] = token_BK
+        beam_ancestors_BKX.copy_(words_BKX.masked_fill(~valid_BK[..., None], 0))
+        beam_token_BK.copy_(torch.where(valid_BK, token_BK, -1))
+        beam_index_BK.copy_(begin + chosen_BK)
+        beam_source_BK.copy_(source_BK)
+        beam_valid_BK.copy_(valid_BK)
+        beam_slot_BK.copy_(seq_B[:, None] + 1 + bit_K)
+        beam_position_BK.copy_((seq_B + level - shift)[:, None].expand(lanes, topk))
+        beam_end_B.copy_(seq_B + 1)
+        next_position_B.copy_(seq_B + 1 + level)
+
+
+def _cases(generator: torch.Generator) -> list[Case]:
+    def integers(least: int, most: int, *shape: int) -> Tensor:
+        return torch.randint(least, most, shape, generator=generator)
+
+    def case(lanes: int, level: int, steps: int, topk: int, num_words: int, beams: bool = True) -> Case:
+        rows, pool = topk if level > 1 else 1, topk + (steps - 1) * topk**2
+        increment = -integers(0, 6, lanes, rows, topk).sort(-1).values / 2
+        increment[-1, -1, topk // 2 :] = -torch.inf
+        increment[0, 0, -1] = torch.nan
+        score = -integers(0, 9, lanes, pool) / 2
+        score[:, ::3] = -torch.inf
+        status = integers(0, 2, lanes + 1)
+        status[0] = LIVE
+        begin, count = (topk + (level - 3) * topk**2, topk**2) if level > 2 else (0, topk)
+        index = begin + torch.rand(lanes, count, generator=generator).argsort(-1)[:, :topk]
+        sequence = integers(0, 99, lanes + 1)
+        sequence[status != LIVE] = -(2**40)
+        return {
+            "increment_BEK": increment, "next_BEK": integers(0, 50, lanes, rows, topk), "level": level, "beams": beams, "shift": level % 2,
+            "lane_row_B": torch.randperm(lanes + 1, generator=generator)[:lanes], "status_R": status, "seq_len_R": sequence,
+            "candidate_score_BM": score, "candidate_token_BM": integers(0, 50, lanes, pool),
+            "candidate_parent_BM": integers(-1, pool, lanes, pool),
+            "beam_token_BK": integers(-1, 50, lanes, topk), "beam_index_BK": index, "beam_source_BK": integers(0, topk, lanes, topk),
+            "beam_path_BKS": integers(-1, 50, lanes, topk, steps), "beam_ancestors_BKX": integers(0, 2**62, lanes, topk, num_words),
+            "beam_valid_BK": integers(0, 2, lanes, topk).bool(), "beam_slot_BK": integers(0, 99, lanes, topk),
+            "beam_position_BK": integers(0, 99, lanes, topk), "beam_end_B": integers(0, 99, lanes),
+            "next_position_B": integers(0, 99, lanes),
+        }  # fmt: skip
+
+    return [
+        case(1, 1, 1, 1, 1, beams=False), case(3, 2, 4, 3, 1), case(2, 1, 3, 8, 1), case(3, 3, 4, 8, 2), case(4, 4, 5, 1, 1),
+        case(2, 3, 3, 4, 1, beams=False), case(1, 2, 3, 33, 2),
+    ]  # fmt: skip
+
+
+OP = KernelOp(draft_level, _cases, native="native.cycle")

@@ -1,0 +1,169 @@
+"""Builds the verify tree from draft candidates: the best N-1 of them become nodes with parents, depths and ancestor words."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from ..groups import Nodes
+from ..op import WRITTEN, Case, KernelOp
+from ..sampling.topk import stable_topk
+
+
+def bit_words(node: Tensor, num_words: int) -> Tensor:
+    """Words ``[..., num_words]`` with the bit of one node set: bit ``node % 64`` of word ``node // 64``."""
+    word_X = torch.arange(num_words, device=node.device)
+    return torch.where((node >> 6)[..., None] == word_X, (torch.ones_like(node) << (node & 63))[..., None], 0)
+
+
+def causal_words(length: int, num_words: int, device: torch.device) -> Tensor:
+    """Words ``[length, X]``: entry j sees entries 0..j."""
+    entry_L1, word_X = torch.arange(length, device=device)[:, None], torch.arange(num_words, device=device)
+    upto_L1 = ~(torch.full_like(entry_L1, -2) << (entry_L1 & 63))
+    return torch.where(word_X < entry_L1 >> 6, -1, torch.where(word_X == entry_L1 >> 6, upto_L1, 0))
+
+
+def tree_build(
+    score_BM: Tensor, token_BM: Tensor, parent_BM: Tensor, root_B: Tensor, num_nodes: int, num_words: int, max_depth: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Select the N-1 best candidates and arrange them as a tree below the root (EAGLE-2, arXiv 2406.16858, section 4.2).
+
+    The N-1 best scores, ties by pool index and NaN as -inf, become nodes 1..N-1 in the order of their pool index. The pool is in level
+    order, so parents come before children. Node 0 is the root. A node is *unused* if its score is -inf, its token negative, its parent not
+    a used node (not selected, unused, out of range, or not before it), or its depth greater than ``max_depth``.
+
+    Args:
+        score_BM: float32, sum of log-probabilities along the candidate's path.
+        token_BM: int64 target ids, negative for no candidate.
+        parent_BM: int64, pool index of the parent candidate; -1: child of the root.
+        root_B: int64 token of the root.
+        num_nodes: N, static, root included, ``N - 1 <= M``.
+        num_words: X, static, ``64 * X >= N``.
+        max_depth: S, static.
+
+    Returns:
+        token, parent, depth ``[B, N]`` and ancestors ``[B, N, X]``, all int64. Root: its token, -1, 0, bit 0. A used node: its ancestors'
+        bits, root and itself included. An unused one: -1, -1, 0, its own bit only.
+    """
+    lanes = score_BM.shape[0]
+    node_N = torch.arange(num_nodes, device=score_BM.device)
+    own_NX = bit_words(node_N, num_words)
+    _, pool_Bn = stable_topk(score_BM, num_nodes - 1)
+    pool_Bn = pool_Bn.sort(-1).values
+    candidate_parent_Bn = parent_BM.gather(1, pool_Bn)
+    token_Bn = token_BM.gather(1, pool_Bn)
+    # Two nodes never share a pool index, so the sum over this match is the one selected parent, or 0.
+    is_parent_Bnn = candidate_parent_Bn[:, :, None] == pool_Bn[:, None, :]
+    is_parent_Bnn = is_parent_Bnn & (node_N[1:, None] > node_N[None, 1:])
+    parent_Bn = torch.where(is_parent_Bnn, node_N[1:], 0).sum(-1)
+    linked_Bn = (candidate_parent_Bn == -1) | (parent_Bn > 0)
+    usable_Bn = linked_Bn & (token_Bn >= 0) & (score_BM.gather(1, pool_Bn) > -torch.inf)
+
+    # Unusable nodes point to themselves, so only paths of usable nodes reach the root, which points to itself too.
+    up_BN = torch.cat((torch.zeros_like(root_B)[:, None], torch.where(usable_Bn, parent_Bn, node_N[1:])), 1)
+    at_BN = node_N.expand(lanes, num_nodes)
+    ancestors_BNX = bit_words(at_BN, num_words)
+    depth_BN = torch.zeros_like(at_BN)
+    for _ in range(max_depth):
+        depth_BN = depth_BN + (at_BN > 0)
+        at_BN = up_BN.gather(1, at_BN)
+        ancestors_BNX = ancestors_BNX | bit_words(at_BN, num_words)
+    used_BN = at_BN == 0
+    nothing = -1
+    token_BN = torch.where(used_BN, torch.cat((root_B[:, None], token_Bn), 1), nothing)
+    parent_BN = torch.where(used_BN & (node_N > 0), up_BN, nothing)
+    return token_BN, parent_BN, torch.where(used_BN, depth_BN, 0), torch.where(used_BN[..., None], ancestors_BNX, own_NX)
+
+
+def candidate_pool(generator: torch.Generator, lanes: int, num_steps: int, topk: int, vocab: int = 50, coarse: bool = True) -> Case:
+    """Scores, tokens and parents as from a draft of ``num_steps`` levels of ``topk`` beams; siblings have distinct tokens."""
+
+    def increments(rows: int) -> Tensor:
+        drop = -torch.rand(lanes, rows, topk, generator=generator).sort(-1).values
+        return drop.mul(4).round() / 4 if coarse else drop
+
+    def tokens(rows: int) -> Tensor:
+        return torch.rand(lanes, rows, vocab, generator=generator).argsort(-1)[..., :topk]
+
+    score, token = increments(1)[:, 0], tokens(1)[:, 0]
+    scores, tokens_list, parents = [score], [token], [torch.full_like(token, -1)]
+    beam_pool, beam_score, offset = torch.arange(topk).expand(lanes, topk), score, topk
+    for _ in range(num_steps - 1):
+        level = (beam_score[..., None] + increments(topk)).flatten(1)
+        scores.append(level)
+        tokens_list.append(tokens(topk).flatten(1))
+        parents.append(beam_pool.repeat_interleave(topk, 1))
+        beam_score, chosen = stable_topk(level, topk)
+        beam_pool, offset = chosen + offset, offset + topk * topk
+    return {"score_BM": torch.cat(scores, 1), "token_BM": torch.cat(tokens_list, 1), "parent_BM": torch.cat(parents, 1)}
+
+
+def tree_build_into(
+    score_BM: Tensor,
+    token_BM: Tensor,
+    parent_BM: Tensor,
+    lane_row_B: Tensor,
+    window_token_RAc: Tensor,
+    window_len_R: Tensor,
+    nodes: Annotated[Nodes, WRITTEN],
+    max_depth: int,
+) -> None:
+    """:func:`tree_build` below each lane's root, into the slots of the nodes. Every element is written, dead lanes included.
+
+    The root of lane b is the last entry of row ``lane_row[b]``'s window, ``window_token[row, max(window_len - 1, 0)]``: the token whose
+    target KV does not exist yet.
+
+    Args:
+        score_BM, token_BM, parent_BM: float32, int64, int64; the candidate pool.
+        lane_row_B: int64, the row of each lane.
+        window_token_RAc, window_len_R: int64, ``window_len <= A``.
+        nodes: int64, written. N and X follow from their shapes: ``N - 1 <= M``, ``64 * X >= N``.
+        max_depth: S, static.
+    """
+    count, words = nodes.node_ancestors_BNX.shape[1:]
+    root_B = window_root(lane_row_B, window_token_RAc, window_len_R)
+    tree = tree_build(score_BM, token_BM, parent_BM, root_B, count, words, max_depth)
+    for slot, value in zip(nodes, tree, strict=True):
+        slot.copy_(value)
+
+
+def window_root(lane_row_B: Tensor, window_token_RAc: Tensor, window_len_R: Tensor) -> Tensor:
+    """The last entry of each lane's window, int64 ``[B]``."""
+    last_B1 = (window_len_R[lane_row_B] - 1).clamp(min=0)[:, None]
+    return window_token_RAc[lane_row_B].gather(1, last_B1).squeeze(1)
+
+
+def window_case(generator: torch.Generator, lanes: int, vocab: int = 50) -> Case:
+    """Lanes over more rows than there are lanes; two padded ones share the dummy row where there is room."""
+    rows, width = lanes + 2, 4
+    row = torch.randperm(rows - 1, generator=generator)[:lanes]
+    row[max(lanes - 2, 1) :] = rows - 1
+    return {
+        "lane_row_B": row,
+        "window_token_RAc": torch.randint(0, vocab, (rows, width), generator=generator),
+        "window_len_R": torch.randint(0, width + 1, (rows,), generator=generator),
+    }
+
+
+def node_slots(lanes: int, num_nodes: int, num_words: int) -> Case:
+    """The slots of the nodes, filled with values that must be overwritten."""
+    shape = (lanes, num_nodes)
+    slots = {name: torch.full(shape, -7_777) for name in ("node_token_BN", "node_parent_BN", "node_depth_BN")}
+    return {**slots, "node_ancestors_BNX": torch.full((*shape, num_words), -7_777)}
+
+
+def _cases(generator: torch.Generator) -> list[Case]:
+    def case(lanes: int, num_steps: int, topk: int, num_nodes: int, num_words: int) -> Case:
+        pool = candidate_pool(generator, lanes, num_steps, topk)
+        return {**pool, **window_case(generator, lanes), **node_slots(lanes, num_nodes, num_words), "max_depth": num_steps}
+
+    broken = case(3, 4, 3, 12, 1)
+    broken["score_BM"][0, 1::3] = torch.nan
+    broken["score_BM"][1, :] = -torch.inf
+    broken["token_BM"][2, :4] = -1
+    return [case(2, 1, 3, 4, 1), case(3, 5, 4, 16, 1), case(2, 5, 8, 65, 2), case(1, 3, 2, 1, 1), broken]
+
+
+OP = KernelOp(tree_build_into, _cases, name="tree_build", native="native.cycle")

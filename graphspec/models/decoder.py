@@ -1,0 +1,207 @@
+"""The target: a decoder of any family. The facts determine the layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.linear.linear import Hidden, ResidualStream, hidden_of
+from .experts import MixtureOfExperts
+from .gated_delta import GatedDeltaNet
+from .latent import LatentAttention
+from .layers import RMSNorm, SelfAttention, add
+from .mamba2 import Mamba2
+from .mlp import DenseMLP, dense_mlp
+from .parallel_layer import ParallelLayer
+from .recurrent_net import RecurrentNet, stack_convolutions
+from .rope import RotaryEmbedding
+from .stack import DecoderStack, packing_obstacle
+from .vocabulary import token_embedding, vocabulary_head
+
+if TYPE_CHECKING:
+    from ..facts import ModelFacts
+    from ..kernels.formulas import Rotation
+    from .attention import Attention
+    from .recurrence import Convolution
+
+
+class TargetOutput(NamedTuple):
+    """Result of one forward of a target."""
+
+    hidden_BTH: Tensor
+    """After the final norm; what :meth:`Decoder.logits` takes."""
+    feature_BTF: Tensor | None
+    """The tapped residual streams side by side, ascending by layer; None without taps."""
+
+
+def make_attention(facts: ModelFacts, layer: int, input_size: int | None = None) -> SelfAttention | LatentAttention:
+    """The attention of a layer that attends; ``input_size``: width of its input where it isn't the hidden size."""
+    return (SelfAttention if facts.latent is None else LatentAttention)(facts, layer, input_size)
+
+
+def make_token_mixer(facts: ModelFacts, layer: int) -> SelfAttention | LatentAttention | RecurrentNet:
+    """The token mixer of a layer: attention, or a recurrent net."""
+    if facts.recurrent is not None and facts.is_recurrent(layer):
+        return GatedDeltaNet(facts, layer) if facts.recurrent.ssm is None else Mamba2(facts, layer)
+    return make_attention(facts, layer)
+
+
+def make_mlp(facts: ModelFacts, layer: int) -> DenseMLP | MixtureOfExperts:
+    """The channel mixer of a layer: an MLP, or a mixture of experts."""
+    return MixtureOfExperts(facts) if facts.has_experts(layer) else dense_mlp(facts)
+
+
+class MixerLayer(nn.Module):
+    """One net after one norm, added to the residual stream: attention, a recurrent net, MLP or a mixture of experts (Nemotron-H)."""
+
+    def __init__(self, facts: ModelFacts, layer: int) -> None:
+        super().__init__()
+        self.norm = RMSNorm.of(facts)
+        self.alone = not (facts.attends(layer) or facts.is_recurrent(layer))
+        self.mixer: nn.Module = make_mlp(facts, layer) if self.alone else make_token_mixer(facts, layer)
+
+    def forward(self, residual_BTH: Hidden, rotation: Rotation, attention: Attention) -> Hidden:
+        """As :class:`DecoderLayer`."""
+        out_BTH: Hidden
+        if self.alone:
+            out_BTH = self.mixer(residual_BTH, self.norm, residual_BTH, valid=attention.valid_BT)
+        else:
+            out_BTH = self.mixer(residual_BTH, rotation, attention, self.norm, residual_BTH)
+        return out_BTH
+
+
+class DecoderLayer(nn.Module):
+    """Attention or a recurrent net, then an MLP or a mixture of experts, each added to the residual stream.
+
+    Each has a norm before it; in families with ``norm_after`` its output is normed instead.
+    """
+
+    def __init__(self, facts: ModelFacts, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = None if facts.family.norm_after else RMSNorm.of(facts)
+        self.self_attn = make_token_mixer(facts, layer)
+        self.post_attention_layernorm = RMSNorm.of(facts)
+        self.post_feedforward_layernorm = RMSNorm.of(facts) if facts.family.norm_after else None
+        self.mlp = make_mlp(facts, layer)
+        self.residual_scale = facts.multipliers.residual
+        self.stack: DecoderStack | None = None
+        self.place = 0
+
+    def enter_stack(self, stack: DecoderStack, place: int) -> None:
+        """Run as layer ``place`` of ``stack``, which holds the weights."""
+        self.stack, self.place = stack, place
+
+    def forward(self, residual_BTH: Hidden, rotation: Rotation, attention: Attention) -> Hidden:
+        """The residual stream after this layer, ``[B, T, H]``. Passed as a :class:`ResidualStream`, its norms need no pass of their own."""
+        if self.stack is not None:
+            out = self.stack.layer(self.place, hidden_of(residual_BTH), rotation, attention)
+            return ResidualStream(out) if isinstance(residual_BTH, ResidualStream) else out
+        if self.post_feedforward_layernorm is not None:
+            residual_BTH = add(residual_BTH, self.post_attention_layernorm(self.self_attn(residual_BTH, rotation, attention)))
+            return add(residual_BTH, self.post_feedforward_layernorm(self.mlp(residual_BTH, valid=attention.valid_BT)))
+        if self.residual_scale != 1:
+            scale = self.residual_scale
+            residual_BTH = add(residual_BTH, scale * self.self_attn(residual_BTH, rotation, attention, self.input_layernorm))
+            return add(residual_BTH, scale * self.mlp(residual_BTH, self.post_attention_layernorm, valid=attention.valid_BT))
+        residual_BTH = self.self_attn(residual_BTH, rotation, attention, self.input_layernorm, residual_BTH)
+        out_BTH: Hidden = self.mlp(residual_BTH, self.post_attention_layernorm, residual_BTH, valid=attention.valid_BT)
+        return out_BTH
+
+    def write_kv(self, residual_BTH: Hidden, rotation: Rotation, attention: Attention) -> None:
+        """Write this layer's KV without computing its output."""
+        if self.stack is not None:
+            self.stack.write_kv(hidden_of(residual_BTH), rotation, attention, index=self.place)
+            return
+        assert not isinstance(self.self_attn, RecurrentNet), "drafters attend in their last layer"
+        self.self_attn.write_kv(residual_BTH, rotation, attention, self.input_layernorm)
+
+
+class Decoder(nn.Module):
+    """A target with its language-model head. The attention that the caller passes handles pages, trees and chunks.
+
+    Args:
+        facts: the checkpoint's sizes.
+        tap_layers: layers whose input residual streams make up the feature; the number of layers: the last one's output, un-normed.
+        max_positions: positions the RoPE table covers; None: the checkpoint's ``max_position_embeddings``.
+    """
+
+    def __init__(self, facts: ModelFacts, tap_layers: tuple[int, ...] = (), max_positions: int | None = None) -> None:
+        super().__init__()
+        self.facts, self.tap_layers = facts, tap_layers
+        self.rotary = RotaryEmbedding(facts.rope, facts.head_dim, max_positions or facts.max_position_embeddings)
+        self.embed_tokens = token_embedding(facts)
+        make_layer = MixerLayer if facts.mixers is not None else ParallelLayer if facts.family.side_by_side else DecoderLayer
+        self.layers = nn.ModuleList(make_layer(facts, layer) for layer in range(facts.num_layers))
+        self.norm = RMSNorm.of(facts)
+        self.lm_head = vocabulary_head(facts)
+        if facts.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.stack: DecoderStack | None = None
+        self._convolution: Convolution | None = None
+
+    def pack_stack(self) -> str | None:
+        """See :func:`graphspec.models.stack.pack_network`."""
+        if self.facts.mixers is not None:
+            return "layers of one mixer"
+        if self.facts.family.side_by_side:
+            return "recurrent layers"
+        layers = list(cast("list[DecoderLayer]", self.layers))
+        if (reason := packing_obstacle(layers)) is not None:
+            return reason
+        norms = [layer.input_layernorm for layer in layers]
+        self.stack = DecoderStack(layers, norms, self.rotary.rotary_dim, self.norm, self.tap_layers)
+        for place, layer in enumerate(layers):
+            layer.enter_stack(self.stack, place)
+        return None
+
+    def embed(self, token_BT: Tensor, valid_BT: Tensor) -> Tensor:
+        """``[B, T, H]``; a token that is -1, out of range or not valid is the zero vector."""
+        hidden_BTH: Tensor = self.embed_tokens(token_BT, valid_BT)
+        scale = self.facts.multipliers.embedding
+        return hidden_BTH if scale == 1 else hidden_BTH * scale
+
+    def forward(self, token_BT: Tensor, attention: Attention) -> TargetOutput:
+        """Hidden states and features of int64 tokens ``[B, T]`` at the positions, and over the KV, of ``attention``."""
+        embedding_BTH = self.embed(token_BT, attention.valid_BT)
+        rotation = self.rotary.of(attention)
+        if self.stack is not None:
+            hidden_BTH, taps_BTF = self.stack(embedding_BTH, rotation, attention)
+            return TargetOutput(hidden_BTH, taps_BTF if self.tap_layers else None)
+        residual_BTH = ResidualStream(embedding_BTH)
+        taps = []
+        for index, layer in enumerate(self.layers):
+            if index in self.tap_layers:
+                taps.append(residual_BTH.hidden)
+            residual_BTH = layer(residual_BTH, rotation, attention)
+        if len(self.layers) in self.tap_layers:
+            taps.append(residual_BTH.hidden)
+        return TargetOutput(self.norm(residual_BTH), torch.cat(taps, dim=-1) if taps else None)
+
+    def write_kv(self, token_BT: Tensor, attention: Attention) -> None:
+        """Write the KV of all layers without computing the output: the last layer stops at its keys and values."""
+        embedding_BTH = self.embed(token_BT, attention.valid_BT)
+        rotation = self.rotary.of(attention)
+        if self.stack is not None:
+            self.stack.write_kv(embedding_BTH, rotation, attention)
+            return
+        residual_BTH = ResidualStream(embedding_BTH)
+        *before, last = cast("list[DecoderLayer]", self.layers)
+        for layer in before:
+            residual_BTH = layer(residual_BTH, rotation, attention)
+        last.write_kv(residual_BTH, rotation, attention)
+
+    def stacked_convolution(self) -> Convolution:
+        """Weights of the convolutions of all recurrent layers, laid out when first asked for: before any program holds on to them."""
+        if self._convolution is None:
+            self._convolution = stack_convolutions([module for module in self.modules() if isinstance(module, RecurrentNet)])
+        return self._convolution
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 ``[..., V]`` of hidden states after the final norm, ``[..., H]``; of several ranks each has its own columns
+        (:class:`~graphspec.models.vocabulary.VocabParallelLinear`).
+        """
+        out: Tensor = self.lm_head(hidden, float32=True)
+        divisor = self.facts.multipliers.logits
+        return out if divisor == 1 else out / divisor

@@ -1,0 +1,127 @@
+"""The weight of a linear layer or an embedding that a checkpoint stores in low precision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.linear.packed import Packed, dequantise
+
+Segment = Packed | Tensor
+"""Some output rows of a weight: codes, or numbers where the checkpoint has these rows in full precision."""
+
+
+class PackedWeight(nn.Module):
+    """A weight ``[N, K]`` in segments by output rows: projections fused into one layer may be stored in different formats.
+
+    Args:
+        segments: top to bottom; neighbours of one format are joined.
+        dtype: of the model: what the values are rounded to.
+    """
+
+    def __init__(self, segments: Sequence[Segment], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        joined: list[Segment] = []
+        for segment in segments:
+            if joined and _alike(joined[-1], segment):
+                joined[-1] = _stacked(joined[-1], segment)
+            else:
+                joined.append(segment)
+        self._formats: list[tuple[str, int, bool] | None] = []
+        self._fields: list[dict[str, str]] = []
+        for place, segment in enumerate(joined):
+            tensors = {"values": segment} if isinstance(segment, Tensor) else segment.tensors
+            names = {field: f"segment{place}_{field}" for field in tensors}
+            for field, name in names.items():
+                self.register_buffer(name, tensors[field], persistent=False)
+            self._fields.append(names)
+            self._formats.append(None if isinstance(segment, Tensor) else (segment.code, segment.group, segment.divides))
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Top to bottom."""
+        made: list[Segment] = []
+        for kind, names in zip(self._formats, self._fields, strict=True):
+            tensors = {field: getattr(self, name) for field, name in names.items()}
+            made.append(tensors["values"] if kind is None else Packed(code=kind[0], group=kind[1], divides=kind[2], **tensors))
+        return tuple(made)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(N, K)``."""
+        shapes = [tuple(segment.shape) for segment in self.segments]
+        return sum(rows for rows, _ in shapes), shapes[0][1]
+
+    @property
+    def device(self) -> torch.device:
+        """Of all tensors."""
+        return next(self.buffers()).device
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.nbytes for tensor in self.buffers())
+
+    def take(self, row: Tensor) -> PackedWeight:
+        """The weight of these rows, in this order.
+
+        Args:
+            row: int64 ``[M]``.
+        """
+        segments = self.segments
+        ends = torch.tensor([segment.shape[0] for segment in segments]).cumsum(0).tolist()
+        begin, parts = 0, []
+        # Rows of one segment that follow each other stay one segment.
+        place = torch.bucketize(row.cpu(), torch.tensor(ends), right=True)
+        for own, count in zip(*(each.tolist() for each in torch.unique_consecutive(place, return_counts=True)), strict=True):
+            first = ends[own] - segments[own].shape[0]
+            parts.append(_rows(segments[own], row[begin : begin + count] - first))
+            begin += count
+        return PackedWeight(parts, self.dtype)
+
+    def dequantise(self) -> Tensor:
+        """All of the weight as a tensor ``[N, K]``."""
+        return torch.cat([_values(segment, self.dtype) for segment in self.segments])
+
+    def lookup(self, row: Tensor) -> Tensor:
+        """Rows of a weight of one segment as numbers, ``[..., K]``, of int64 ``[...]`` in range: only these are dequantised."""
+        [segment] = self.segments
+        return _values(_rows(segment, row.flatten()), self.dtype).view(*row.shape, -1)
+
+
+def _values(segment: Segment, dtype: torch.dtype) -> Tensor:
+    return segment.to(dtype) if isinstance(segment, Tensor) else dequantise(segment, dtype)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """8-bit floats as bytes, which every op takes."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def _rows(segment: Segment, row: Tensor) -> Segment:
+    if isinstance(segment, Tensor):
+        return segment[row]
+    by_row = {name: tensor for name, tensor in segment.tensors.items() if name != "group_of"}
+    return segment.with_tensors({name: _bytes(tensor)[row].view(tensor.dtype) for name, tensor in by_row.items()})
+
+
+def _alike(one: Segment, other: Segment) -> bool:
+    """Whether two segments can be one."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and one.dtype == other.dtype
+    fields, others = one.tensors, other.tensors
+    if (one.code, one.group, one.divides, fields.keys()) != (other.code, other.group, other.divides, others.keys()):
+        return False
+    if one.group_of is not None and other.group_of is not None and not torch.equal(one.group_of, other.group_of):
+        return False
+    return all(tensor.dtype == others[name].dtype and tensor.shape[1:] == others[name].shape[1:] for name, tensor in fields.items())
+
+
+def _stacked(one: Segment, other: Segment) -> Segment:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return torch.cat([part for part in (one, other) if isinstance(part, Tensor)])
+    pairs = {name: (tensor, other.tensors[name]) for name, tensor in one.tensors.items() if name != "group_of"}
+    return one.with_tensors({name: torch.cat([_bytes(part) for part in pair]).view(pair[0].dtype) for name, pair in pairs.items()})

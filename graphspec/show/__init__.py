@@ -1,1 +1,0 @@
-"""Output in a terminal."""
