@@ -250,7 +250,7 @@ AUX = "eagle_aux_hidden_state_layer_ids"
         ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}, "layer_types", "1 entries"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor", "at most 1"),
         ({"architectures": ["DeepseekV3ForCausalLMEagle3"], "kv_lora_rank": 12}, "qk_rope_head_dim", "an integer"),
-        ({"quantization_config": {"quant_algo": "FP8"}}, "quantization_config", "no quantization"),
+        ({"quantization_config": {"quant_algo": "INT4_AWQ"}}, "quant_algo", "one of FP8"),
         ({"architectures": ["PEagleDraftModel"]}, "architectures", "an EAGLE-3 head"),
         ({"speculators_model_type": "peagle"}, "speculators_model_type", "'eagle3'"),
         ({"speculators_model_type": "eagle3"}, "transformer_layer_config", "an object"),

@@ -201,5 +201,8 @@ def test_quantised_heads(tmp_path: Any, deep_target: Any) -> None:
         load(publish_eagle3(tmp_path / "eight", eight, "sglang"), deep_target)
     path = publish_eagle3(tmp_path / "modelopt", raw, "modelopt")
     (path / "hf_quant_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json.*quantised checkpoint"):
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: quantization: expected an object"):
+        load(path, deep_target)
+    (path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}')
+    with pytest.raises(CheckpointError, match="kv_cache_quant_algo: expected null"):
         load(path, deep_target)

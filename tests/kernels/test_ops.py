@@ -127,7 +127,7 @@ def test_a_call_with_wrong_arguments_is_refused() -> None:
             take_last.flatten(arguments, named)
 
 
-@pytest.mark.parametrize("op", [pytest.param(op, id=op.name) for op in OPS if op.name != "linear"])
+@pytest.mark.parametrize("op", [pytest.param(op, id=op.name) for op in OPS if "linear" not in op.name])
 def test_fakes_of_operators_are_the_results_of_the_reference(op: KernelOp) -> None:
     """A fused linear layer is no operator itself: it chooses one."""
     for case in cases(op):

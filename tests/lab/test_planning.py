@@ -480,7 +480,7 @@ def test_folders_with_nothing_but_a_config(capsys: pytest.CaptureFixture[str], t
 def test_a_quantised_target_is_planned_and_still_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     target, _ = write_configs(tmp_path)
     values = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(values | {"quantization_config": {"quant_method": "fp8"}}))
+    (target / "config.json").write_text(json.dumps(values | {"quantization_config": {"quant_method": "hqq"}}))
     document = plan(capsys, f"model.path={target}", "variant=none", "hardware=h100", "plan.batches=[1]")
     assert document["parameters"]["target"] == 8_030_261_248 and any("quantised" in note for note in document["notes"])
     assert document["plans"][0]["shape"] == [0, 1, 1] and document["crossover"] is None

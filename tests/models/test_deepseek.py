@@ -249,7 +249,7 @@ def test_keys_as_deepseek_publishes_them(tmp_path: Path) -> None:
 
 
 BAD_CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "fp8": ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config: expected no quantization"),
+    "an unknown method": ("deepseek_v3", {"quantization_config": {"quant_method": "hqq"}}, "quant_method: expected one of fp8"),
     "grouped queries": ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads: expected num_attention_heads = 4"),
     "no rank": ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank: expected an integer >= 1"),
     "query rank": ("deepseek_v3", {"q_lora_rank": 0}, "q_lora_rank: expected an integer >= 1"),

@@ -138,7 +138,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "more than there are": ({"num_experts_per_tok": 7}, "num_experts_per_tok: expected at most the 6 experts, found 7"),
     "dense layers": ({"mlp_only_layers": "1"}, "mlp_only_layers: expected a list of layer numbers"),
     "step": ({"decoder_sparse_step": 0}, "decoder_sparse_step: expected an integer >= 1"),
-    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: expected no quantization"),
+    "an unknown method": ({"quantization_config": {"quant_method": "hqq"}}, "quant_method: expected one of fp8"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act: expected 'silu'"),
 }
 

@@ -139,7 +139,7 @@ def test_derived_facts(changes: dict[str, Any], attribute: str, expected: Any, c
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"eos_token_id": 61}, "eos_token_id"),
         ({"dtype": "float8_e4m3fn"}, "dtype"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config.quant_method"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_parameters: rope_type"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_parameters: factor"),
         ({"rope_parameters": {"sliding_attention": {"rope_type": "default"}}}, "rope_parameters: full_attention"),

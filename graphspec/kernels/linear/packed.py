@@ -13,15 +13,13 @@ from torch import Tensor
 
 from ...errors import ConfigError
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Values of the sixteen 4-bit floats with two bits of exponent and one of mantissa (OCP Microscaling Formats, section 5.3.3)."""
-
 CODES = {
     "int4": torch.uint8, "uint4": torch.uint8, "e2m1": torch.uint8,
     "int8": torch.int8, "uint8": torch.uint8, "e4m3": torch.float8_e4m3fn,
 }  # fmt: skip
 """The kinds of codes, and the dtype they are stored in. Those of 4 bits are stored in pairs: the lower half of a byte is the even channel.
-``int4`` is stored plus 8."""
+``int4`` is stored plus 8. ``e2m1`` and ``e4m3`` are floats with so many bits of exponent and mantissa (OCP Microscaling Formats, section
+5.3); the magnitudes of ``e2m1`` are 0, 0.5, 1, 1.5, 2, 3, 4 and 6."""
 
 
 def code_bits(code: str) -> int:
@@ -115,7 +113,10 @@ def code_values(weight: Packed) -> Tensor:
         return weight.codes.float()
     nibbles = torch.stack((weight.codes & 15, weight.codes >> 4), -1).flatten(1)
     if weight.code == "e2m1":
-        return torch.tensor(E2M1, device=nibbles.device)[nibbles.int()]
+        mantissa, exponent = (nibbles & 1).float(), (nibbles >> 1) & 3
+        scale = torch.bitwise_left_shift(torch.ones_like(exponent), exponent).float() / 4
+        magnitude = torch.where(exponent > 0, (2 + mantissa) * scale, mantissa / 2)
+        return torch.where(nibbles > 7, -magnitude, magnitude)
     return nibbles.float() - (8.0 if weight.code == "int4" else 0.0)
 
 

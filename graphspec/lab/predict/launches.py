@@ -166,8 +166,8 @@ def record(plan: Plan, target: Decoder, draft: Any, lanes: int, sampling: Sampli
         return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32 if float32 else x.dtype)
 
     multiply = fused_linear(plan.numerics, products=Products(linear, linear_summed, matmul))
-    callables: dict[str, Callable[..., Any]] = {op.name: launcher(op) for op in OPS}
-    callables["linear"] = multiply
+    callables: dict[str, Callable[..., Any]] = {op.name: launcher(op) for op in OPS if op.fused is not None}
+    callables |= {"linear": multiply, "packed_linear": multiply}
     kernels = KernelSet(**{one.name: callables[one.name] for one in fields(KernelSet) if one.name in callables})
     for network in (target, draft):
         if network is not None:

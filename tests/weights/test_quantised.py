@@ -1,0 +1,184 @@
+"""Quantised safetensors checkpoints: their numbers bit for bit, and the tokens of whole engines against transformers on those numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from graphspec import LLM, SamplingParams
+from graphspec.errors import CheckpointError
+from graphspec.facts import read_model_facts
+from graphspec.models.decoder import Decoder
+from graphspec.models.packed_weight import PackedWeight
+from graphspec.models.target import load_target
+from tests.support.checkpoints import build_hf, edit_json, write_hf
+from tests.support.quantised_checkpoints import LAYOUTS, quantise
+
+PROMPTS = [[5, 9, 3, 22, 5, 9, 3], [40, 2, 17, 33, 8, 40, 2, 17]]
+SHAPES: dict[str, dict[str, Any]] = {
+    "none": {"variant": "none"},
+    "chain": {"variant": "ngram", "num_steps": 3, "topk": 1, "num_draft_tokens": 4},
+    "tree": {"variant": "ngram", "num_steps": 3, "topk": 2, "num_draft_tokens": 7},
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    model = build_hf("llama", head_dim=16, max_position_embeddings=128, **sizes)
+    return write_hf(model, tmp_path_factory.mktemp("source") / "model")
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    return load_target(read_model_facts(folder), (), 64, dtype, "cpu")
+
+
+def projections(model: Decoder) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, module in model.named_modules():
+        if name.endswith("_proj"):
+            weight = module.weight
+            found[name] = weight.dequantise() if isinstance(weight, PackedWeight) else weight
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_are_those_of_the_format(layout: str, dtype: torch.dtype, source: Path, tmp_path: Path) -> None:
+    packed, plain = quantise(source, tmp_path, layout)
+    model, numbers = load(packed, dtype), projections(load(plain, dtype))
+    found = projections(model)
+    assert found.keys() == numbers.keys() and len(found) == 8
+    for name in found:
+        assert torch.equal(found[name].view(torch.int16), numbers[name].view(torch.int16)), name
+    held = [module.weight for name, module in model.named_modules() if name.endswith("_proj")]
+    assert all(isinstance(weight, PackedWeight) for weight in held)
+    assert sum(weight.nbytes for weight in held) < 0.75 * sum(2 * number.numel() for number in numbers.values()) or "8" in layout
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_engines_emit_the_tokens_of_transformers(layout: str, source: Path, tmp_path: Path) -> None:
+    packed, plain = quantise(source, tmp_path, layout, seed=3)
+    model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    expected = [
+        model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)[0, len(prompt) :].tolist()
+        for prompt in PROMPTS
+    ]
+    for shape in SHAPES.values():
+        llm = LLM(str(packed), runtime="eager", max_context=64, page_size=8, max_rows=2, buckets=[2], **shape)
+        outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=24, ignore_eos=True))
+        assert [list(output.token_ids) for output in outputs] == expected
+
+
+def test_words_are_unpacked_as_compressed_tensors_does(source: Path, tmp_path: Path) -> None:
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    packed, _ = quantise(source, tmp_path, "pack-quantized-zeros")
+    tensors = load_file(packed / "model.safetensors")
+    prefix = "model.layers.0.self_attn.o_proj."
+    codes = unpack_from_int32(tensors[prefix + "weight_packed"], 4, torch.Size(tensors[prefix + "weight_shape"].tolist()))
+    scale = tensors[prefix + "weight_scale"]
+    zero = unpack_from_int32(tensors[prefix + "weight_zero_point"], 4, scale.shape, packed_dim=0)
+    numbers = (codes.float() - zero.float().repeat_interleave(16, 1)) * scale.float().repeat_interleave(16, 1)
+    assert torch.equal(projections(load(packed))["layers.0.self_attn.o_proj"], numbers)
+
+
+def test_a_layer_may_have_projections_of_several_formats(source: Path, tmp_path: Path) -> None:
+    """Queries in int4, keys in bfloat16, values in FP8: three segments of one layer."""
+    (int4, plain4), (fp8, plain8) = (quantise(source, tmp_path, layout) for layout in ("pack-quantized", "float-quantized"))
+    mixed, plain = tmp_path / "mixed", tmp_path / "mixed-plain"
+    for target, first, second in ((mixed, int4, fp8), (plain, plain4, plain8)):
+        tensors, others = load_file(first / "model.safetensors"), load_file(second / "model.safetensors")
+        numbers = load_file(plain4 / "model.safetensors")
+        kept = {name: value for name, value in tensors.items() if ".k_proj." not in name and ".v_proj." not in name}
+        kept |= {name: value for name, value in others.items() if ".v_proj." in name}
+        kept |= {name: value.bfloat16() for name, value in numbers.items() if ".k_proj." in name}
+        target.mkdir()
+        for file in first.iterdir():
+            if file.name != "model.safetensors":
+                (target / file.name).write_bytes(file.read_bytes())
+        save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
+    found, expected = load(mixed), load(plain)
+    weight = found.layers[0].self_attn.qkv_proj.weight
+    assert isinstance(weight, PackedWeight) and len(weight.segments) == 3
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    qkv = [model.layers[0].self_attn.qkv_proj(x) for model in (found, expected)]
+    torch.testing.assert_close(*qkv)
+    for name, numbers in projections(expected).items():
+        assert torch.equal(projections(found)[name], numbers)
+
+
+def test_rows_may_be_taken_in_any_order(source: Path, tmp_path: Path) -> None:
+    packed, _ = quantise(source, tmp_path, "gptq-order")
+    weight = load(packed).layers[1].self_attn.qkv_proj.weight
+    assert isinstance(weight, PackedWeight)
+    row = torch.randperm(weight.shape[0], generator=torch.Generator().manual_seed(1))
+    assert torch.equal(weight.take(row).dequantise(), weight.dequantise()[row])
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "method": ({"quant_method": "bitsandbytes"}, r"quant_method: expected one of fp8.*found 'bitsandbytes'"),
+    "no object": (["fp8"], "quantization_config: expected an object"),
+    "bits": ({"quant_method": "gptq", "bits": 3}, r"bits: expected one of 4, 8, found 3"),
+    "cache": ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme: expected null"),
+    "format": ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format: expected one of float-quantized"),
+    "rotated": ({"quant_method": "compressed-tensors", "transform_config": {"x": 1}}, "transform_config: expected none"),
+    "sparse": ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+    "version": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version: expected gemm, found 'gemv'"),
+    "block": ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size: expected null, or rows and channels"),
+    "algorithm": ({"quant_algo": "W4A8_AWQ"}, "quant_algo: expected one of FP8"),
+    "cache of modelopt": ({"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, "kv_cache_quant_algo: expected null"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configurations_that_do_not_load_are_refused_before_anything_is_read(name: str, source: Path, tmp_path: Path) -> None:
+    config, message = CONFIGS[name]
+    packed, _ = quantise(source, tmp_path, "fp8-tensor")
+    edit_json(packed / "config.json", quantization_config=config)
+    with pytest.raises(CheckpointError, match=message):
+        read_model_facts(packed)
+
+
+TENSORS: dict[str, tuple[str, str, Any, str]] = {
+    "no scale": ("fp8-tensor", "o_proj.weight_scale", None, r"o_proj\.weight_scale: expected .* found no such tensor"),
+    "scale of another shape": ("float-quantized", "o_proj.weight_scale", torch.ones(3, 1), "a scale for each row"),
+    "block of another size": ("fp8-block", "o_proj.weight_scale_inv", torch.ones(3, 3), r"a scale for each block of \[16, 16\]"),
+    "scale of the cache": ("fp8-tensor", "self_attn.k_scale", torch.ones(1), "no scale of the cache"),
+    "zero points cut": ("gptq", "o_proj.qzeros", torch.zeros(1, 8, dtype=torch.int32), r"qzeros: expected shape \[4, 8\]"),
+    "scales of channels": ("float-quantized", "o_proj.weight_scale", torch.ones(64, 5), "a scale for each row"),
+    "a group too far": ("gptq-order", "o_proj.g_idx", torch.full((64,), 9, dtype=torch.int32), "groups from 0 to 3, found 9"),
+    "bits of neither": ("pack-quantized", "o_proj.weight_shape", torch.tensor([64, 100]), "4 or 8 bits for each of 100 channels"),
+    "no global scale": ("nvfp4-modelopt", "o_proj.weight_scale_2", None, "weight_scale_2: expected"),
+    "group of another size": ("mxfp4", "o_proj.weight_scale", torch.ones(64, 4).to(torch.uint8), "a scale for 32 of 64 channels"),
+    "another width": ("awq", "o_proj.qweight", torch.zeros(32, 8, dtype=torch.int32), r"found shape \[64, 32\]|qzeros|scales"),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_that_do_not_fit_are_named(name: str, source: Path, tmp_path: Path) -> None:
+    layout, tensor, value, message = TENSORS[name]
+    packed, _ = quantise(source, tmp_path, layout)
+    tensors = load_file(packed / "model.safetensors")
+    full = f"model.layers.0.{tensor}" if "self_attn" in tensor else f"model.layers.0.self_attn.{tensor}"
+    tensors.pop(full, None)
+    if value is not None:
+        tensors[full] = value
+    save_file(tensors, packed / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=message):
+        load(packed)
+
+
+def test_tensors_without_a_configuration_say_what_is_missing(source: Path, tmp_path: Path) -> None:
+    packed, _ = quantise(source, tmp_path, "awq")
+    config = json.loads((packed / "config.json").read_text())
+    del config["quantization_config"]
+    (packed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"its config\.json has no quantization_config"):
+        load(packed)
