@@ -211,10 +211,7 @@ def _linear(
         acc = tl.dot(rows_of_weight, narrow, acc, input_precision="ieee")
         if GATED:
             at += to_up
-            if EVEN:
-                rows_of_weight = tl.load(at)
-            else:
-                rows_of_weight = tl.load(at, mask=(start // PAIR + code < inputs // PAIR)[None, :], other=0)
+            rows_of_weight = tl.load(at) if EVEN else tl.load(at, mask=(start // PAIR + code < inputs // PAIR)[None, :], other=0)
             if CODE != "":
                 rows_of_weight = dequantised(rows_of_weight, up_entries, fields, CODE, FLOAT8, GROUP, DIVIDES, dtype)
                 if not EVEN:

@@ -1,7 +1,7 @@
-"""Tiles of weights of low precision in a kernel: :func:`graphspec.kernels.linear.packed.dequantise`, element by element and rounding by rounding.
+"""Tiles of weights of low precision in a kernel: :func:`graphspec.kernels.linear.packed.dequantise`, rounding by rounding.
 
-Every code becomes its number in float32 by shifts and one exact operation, without a branch or a table; tensors of 8-bit floats are passed
-as bytes. Codes of 4 bits are loaded as they are stored, a pair in a byte, and spread along the channels in registers.
+Every code becomes its number by shifts and an exact operation, without a branch or a table. Codes of 4 bits are loaded as they are stored,
+a pair in a byte, and spread along the channels in registers. Tensors of 8-bit floats are passed as bytes.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ def _single(bits, dtype: tl.constexpr):
     """float32 of the number of 16 bits in the lower half of each int32."""
     if dtype == tl.bfloat16:
         return (bits << 16).to(tl.float32, bitcast=True)
-    else:
-        return (bits & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+    return (bits & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -77,7 +76,7 @@ def _multiply_add(a, b, c, dtype: tl.constexpr):
 def _e2m1_pairs(bytes32, dtype: tl.constexpr):
     """Both floats of a byte as a pair of ``dtype``.
 
-    Sign, exponent and mantissa go where ``dtype`` has them, so that a subnormal is one there, too; then the biases' difference is made up for.
+    Sign, exponent and mantissa go where ``dtype`` has them; a subnormal is one there, too. A power of two makes up for the bias.
     """
     if dtype == tl.bfloat16:
         bits = ((bytes32 * 0x01001000) & (0x80008000 - (1 << 32))) | ((bytes32 * 0x00040040) & 0x01C001C0)
@@ -126,11 +125,9 @@ def _factor(entries, FLOAT8: tl.constexpr):
 def _spread(values, COLUMNS: tl.constexpr):
     """As many columns, each of ``values`` repeated."""
     RUN: tl.constexpr = COLUMNS // values.shape[1]
-    if RUN == 1:
-        return values
-    else:
-        repeated = tl.broadcast_to(values[:, :, None], [values.shape[0], values.shape[1], RUN])
-        return tl.reshape(repeated, [values.shape[0], COLUMNS])
+    if RUN > 1:
+        values = tl.reshape(tl.broadcast_to(values[:, :, None], [values.shape[0], values.shape[1], RUN]), [values.shape[0], COLUMNS])
+    return values
 
 
 @triton.jit

@@ -94,9 +94,7 @@ class Stored(NamedTuple):
     rows: Tensor
     fields: tuple[Tensor | None, ...] = (None,) * 6
     columns: tuple[int | None, ...] = (None,) * 3
-    options: Mapping[str, Any] = MappingProxyType(
-        {"CODE": "", "FLOAT8": "", "GROUP": 0, "SUPER": 0, "SUPER_MINIMUM": 0, "DIVIDES": False}
-    )
+    options: Mapping[str, Any] = MappingProxyType({"CODE": "", "FLOAT8": "", "GROUP": 0, "SUPER": 0, "SUPER_MINIMUM": 0, "DIVIDES": False})
 
 
 def stored(weight: Tensor | Packed) -> Stored:
@@ -271,8 +269,8 @@ def fused_linear(numerics: str = "fast", table: LinearTable | None = None, produ
     chosen = LinearTable() if table is None else table
 
     @torch.compiler.assume_constant_result
-    def choose(rows: int, outputs: int, inputs: int, dtype: str, code: str, group: int, *parts: bool) -> tuple[int, ...]:
-        config = chosen.choose(LinearShape(rows, outputs, inputs, dtype, *parts, code, group), numerics)
+    def choose(*shape: Any) -> tuple[int, ...]:
+        config = chosen.choose(LinearShape(*shape), numerics)
         return () if config is None else config.encoded()
 
     def multiply(
@@ -290,7 +288,7 @@ def fused_linear(numerics: str = "fast", table: LinearTable | None = None, produ
         rows = x.numel() // x.shape[-1]
         parts = (norm_weight is not None, gated, residual is not None, bias is not None, float32)
         summed = norm_weight is not None and squares is not None
-        config = choose(rows, *weight.shape, str(x.dtype).removeprefix("torch."), *format_of(weight), *parts, summed)
+        config = choose(rows, *weight.shape, str(x.dtype).removeprefix("torch."), *parts, summed, *format_of(weight))
         if config:
             added = None if residual is None else hidden_of(residual)
             arguments = (x, weight, bias, norm_weight, norm_eps, norm_offset, added, gated, float32, squares if summed else None, config)

@@ -133,9 +133,13 @@ def split_inputs(shape: LinearShape, tile_inputs: int, wanted: int) -> int:
 def _tile_inputs(shape: LinearShape, wanted: int) -> int:
     """``wanted`` columns, or fewer if the weight has fewer or its tiles have to go through registers.
 
-    Twice as many of 4 bits, up to what fits the registers where gate and up are converted.
+    Twice as many of 4 bits, up to what fits the registers, which also hold many scales, a norm's input, or gate and up. Few where every
+    channel has its own scale.
     """
-    wanted = min(2 * wanted, 128 if shape.gated else 256) if shape.weight_bits == 4 else wanted
+    if shape.weight_bits == 4:
+        wanted = min(2 * wanted, 128 if shape.norm or shape.gated or shape.group < 32 else 256)
+    if shape.code and shape.group < 16:
+        wanted = min(wanted, 32)
     most = 32 if shape.item_size > 2 else wanted if shape.aligned else min(wanted, 64)
     return min(most, max(1 << (shape.inputs - 1).bit_length(), 16))
 
@@ -226,7 +230,8 @@ def fast_config(shape: LinearShape) -> LinearConfig | None:
         return narrow[0]
     tile_rows = _tile_rows(shape)
     scan = shape.norm and shape.rows <= SCANNED_ROWS
-    return _config(shape, tile_rows, _tile_inputs(shape, 128 if tile_rows == 16 else 64), scan)
+    wide = tile_rows == 16 or (bool(shape.code) and tile_rows == 32 and not shape.norm)
+    return _config(shape, tile_rows, _tile_inputs(shape, 128 if wide else 64), scan)
 
 
 def candidates(shape: LinearShape) -> list[LinearConfig]:
