@@ -66,7 +66,7 @@ def _sum_dots_in_one_order() -> None:
 
 
 def _convert_bfloat16() -> None:
-    """Make the interpreter round float32 to the nearest bfloat16, ties to even, as a GPU does, and keep subnormals. It cuts the bits off."""
+    """Make the interpreter round float32 to the nearest bfloat16, ties to even, and keep subnormals, as a GPU does. It cuts bits off."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     builder = interpreter.InterpreterBuilder
     original = builder.cast_impl
