@@ -147,10 +147,13 @@ def dequantise(weight: Packed, dtype: torch.dtype) -> Tensor:
     values = code_values(weight)
     channels = values.shape[1]
 
+    group_of = weight.group_of
+    if group_of is None:
+        # Indices: of repeated entries, cut off where the last group is not full, Inductor's C++ reads beyond the end.
+        group_of = torch.arange(channels, device=values.device) // weight.group
+
     def spread(per_group: Tensor) -> Tensor:
-        if weight.group_of is not None:
-            return per_group[:, weight.group_of]
-        return per_group.repeat_interleave(weight.group, 1)[:, :channels]
+        return per_group[:, group_of]
 
     if weight.zeros is not None:
         values = values - spread(weight.zeros.float())
