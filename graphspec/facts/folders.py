@@ -10,6 +10,7 @@ from ..config.checks import LONG, brief
 from ..config.paths import user_path
 from ..config.schema import Config
 from ..errors import CheckpointError, ConfigError
+from .gguf_model import gguf_folder
 from .hub import checkpoint_folder
 
 DEMO = "demo"
@@ -74,6 +75,8 @@ def _existing(key: str, folder: Path) -> Path:
     Raises:
         CheckpointError: it is not; names ``key``.
     """
+    if folder.suffix == ".gguf" and folder.is_file():
+        return gguf_folder(folder)
     if not folder.is_dir():
         found = f"{'a file' if folder.exists() else 'nothing there'}: {brief(str(folder), LONG)}"
         raise CheckpointError(key, "a folder with a Hugging Face checkpoint", found)

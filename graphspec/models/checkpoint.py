@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..facts.files import find_file, plain, read_shards, require_file
+from ..facts.gguf_model import weights_files
 from ..facts.layouts import Layout
 from ..facts.quantisation import read_quantisation
 from ..facts.sharding import joined
 from ..kernels.linear.packed import Packed, dequantise
+from ..weights.gguf import GgufFile
 from ..weights.quantised import Codes, codes_of
 from .layers import Embedding, Linear, ParameterShards, set_weight
 from .packed_weight import PackedWeight, Segment
@@ -54,6 +56,7 @@ class Checkpoint:
     def __init__(self, path: Path, renamed: tuple[tuple[str, str], ...] = ()) -> None:
         self.path = path
         self._files: dict[Path, TensorFile] = {}
+        self._gguf: GgufFile | None = None
         self._tensors: dict[str, tuple[Path, str]] = {}
         self._rows: dict[str, int] = {}
         for stored, file in self._stored().items():
@@ -65,7 +68,7 @@ class Checkpoint:
                     f"{file}: {plain(stored)}", f"{plain(name)} under one name", f"{plain(self._tensors[name][1])} as well"
                 )
             self._tensors[name] = (file, stored)
-        self._codes: dict[str, Codes] = {}
+        self._codes: dict[str, Codes] = self._gguf.codes() if self._gguf is not None else {}
         self._parts: set[str] = set()
         """Tensors that belong to weights of low precision."""
         quantisation = read_quantisation(path)
@@ -75,9 +78,12 @@ class Checkpoint:
     @staticmethod
     def is_there(path: Path) -> bool:
         """Whether a folder holds one of the files that are read."""
-        return any(find_file(path / name) for kind in _KINDS for name in kind)
+        return bool(weights_files(path)) or any(find_file(path / name) for kind in _KINDS for name in kind)
 
     def _stored(self) -> dict[str, Path]:
+        if files := weights_files(self.path):
+            self._files[files[0]] = self._gguf = GgufFile(files)
+            return dict.fromkeys(self._gguf.names(), files[0])
         for single, index in _KINDS:
             if find_file(self.path / single):
                 return dict.fromkeys(self._open(self.path / single).names(), self.path / single)

@@ -1,0 +1,255 @@
+"""A GGUF file as a checkpoint folder: the configuration and the tokenizer that a Hugging Face checkpoint of its model would have.
+
+The folder is made once, in the cache, with a link to the file. Everything else reads it like any other checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config.checks import LONG, brief
+from ..errors import CheckpointError
+from ..host.native_build import cache_folder
+from .files import find_file
+from .gguf import ARCHITECTURE, GgufHeader, parts_of, read_headers
+from .gguf_tokenizer import chat_templates, ends_of, read_gguf_tokenizer, special_ids
+
+WEIGHTS = "model.gguf"
+"""Name of the first file in the folder; the others of a split model are next to it."""
+LAYOUT = 1
+"""Of the folder; counts up when something else is written into it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How GGUF calls what a family has.
+
+    Attributes:
+        name: of the class in transformers.
+        interleaved: query and key heads have the halves of a rotation next to each other, as the first Llama had them.
+        config: keys of ``config.json`` that don't follow from the metadata.
+    """
+
+    name: str
+    interleaved: bool = False
+    config: Callable[[GgufHeader], dict[str, Any]] = lambda _: {}
+
+
+def _llama(header: GgufHeader) -> dict[str, Any]:
+    return {"attention_bias": "blk.0.attn_q.bias" in header.tensors, "mlp_bias": "blk.0.ffn_up.bias" in header.tensors}
+
+
+def _qwen3(header: GgufHeader) -> dict[str, Any]:
+    return {"attention_bias": "blk.0.attn_q.bias" in header.tensors}
+
+
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM", True, _llama),
+    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen3": Architecture("Qwen3ForCausalLM", config=_qwen3),
+}
+"""By ``general.architecture``."""
+_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+_FREQUENCIES = "rope_freqs.weight"
+"""Divisors of the frequencies of a scaled rotation."""
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The only scaling of Llama 3 that was published; ``factor`` follows from the divisors."""
+
+
+def architecture_of(header: GgufHeader) -> Architecture:
+    """The row of a model.
+
+    Raises:
+        CheckpointError: an architecture that doesn't load.
+    """
+    name = header.metadata.get(ARCHITECTURE)
+    if name not in ARCHITECTURES:
+        raise header.error(ARCHITECTURE, "one of " + ", ".join(ARCHITECTURES), "others load from safetensors")
+    return ARCHITECTURES[str(name)]
+
+
+def hf_name(header: GgufHeader, name: str) -> str | None:
+    """A tensor's name in a Hugging Face checkpoint; None: it is none of the weights.
+
+    Raises:
+        CheckpointError: an unknown tensor.
+    """
+    if name == _FREQUENCIES:
+        return None
+    stem, _, leaf = name.rpartition(".")
+    if stem in _NAMES and leaf in ("weight", "bias"):
+        return f"{_NAMES[stem]}.{leaf}"
+    match stem.split("."):
+        case ["blk", layer, part] if part in _LAYER_NAMES and layer.isdecimal() and leaf in ("weight", "bias"):
+            return f"model.layers.{int(layer)}.{_LAYER_NAMES[part]}.{leaf}"
+    raise CheckpointError(f"{header.file}: {brief(name, LONG)}", f"a tensor of {architecture_of(header).name}", "another one")
+
+
+def row_order(header: GgufHeader, name: str) -> int | None:
+    """The number of heads whose rows are interleaved in this tensor; None: they lie as in a Hugging Face checkpoint."""
+    if not architecture_of(header).interleaved:
+        return None
+    arch = header.metadata[ARCHITECTURE]
+    heads = _integer(header, f"{arch}.attention.head_count")
+    if ".attn_q." in name:
+        return heads
+    return _integer(header, f"{arch}.attention.head_count_kv", heads) if ".attn_k." in name else None
+
+
+def _integer(header: GgufHeader, key: str, default: int | None = None) -> int:
+    value = header.metadata.get(key, default)
+    if isinstance(value, list) and value and len(set(value)) == 1:
+        [value] = set(value)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise header.error(key, "a whole number, the same in every layer")
+    return value
+
+
+def _number(header: GgufHeader, key: str, default: float | None = None) -> float:
+    value = header.metadata.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise header.error(key, "a finite number")
+    # A float32 that stands for a decimal number is that number.
+    return float(f"{value:.7g}")
+
+
+def config_of(headers: list[GgufHeader]) -> dict[str, Any]:
+    """The ``config.json`` of a model.
+
+    Raises:
+        CheckpointError: an architecture that doesn't load, or a key that is missing or means something that isn't supported.
+    """
+    first = headers[0]
+    row, arch = architecture_of(first), first.metadata[ARCHITECTURE]
+    if first.metadata.get(f"{arch}.expert_count", 0):
+        raise first.error(f"{arch}.expert_count", "0: mixtures of experts load from safetensors")
+    heads, width = _integer(first, f"{arch}.attention.head_count"), _integer(first, f"{arch}.embedding_length")
+    names = {name for header in headers for name in header.tensors}
+    merged = GgufHeader(first.file, first.metadata, {name: tensor for header in headers for name, tensor in header.tensors.items()})
+    if "token_embd.weight" not in names:
+        raise CheckpointError(f"{first.file}: token_embd.weight", "the embedding", "no such tensor")
+    config: dict[str, Any] = {
+        "architectures": [row.name],
+        "vocab_size": merged.tensors["token_embd.weight"].shape[0],
+        "hidden_size": width,
+        "intermediate_size": _integer(first, f"{arch}.feed_forward_length"),
+        "num_hidden_layers": _integer(first, f"{arch}.block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _integer(first, f"{arch}.attention.head_count_kv", heads),
+        "head_dim": _integer(first, f"{arch}.attention.key_length", width // max(heads, 1)),
+        "rms_norm_eps": _number(first, f"{arch}.attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": _integer(first, f"{arch}.context_length"),
+        "tie_word_embeddings": "output.weight" not in names,
+        "hidden_act": "silu",
+        "rope_parameters": _rope(merged, arch),
+        "dtype": "bfloat16",
+        **special_ids(first),
+        **row.config(merged),
+    }
+    if (rotated := first.metadata.get(f"{arch}.rope.dimension_count", config["head_dim"])) != config["head_dim"]:
+        config["partial_rotary_factor"] = rotated / config["head_dim"]
+    if ends := ends_of(first):
+        config["eos_token_id"] = ends
+    if window := first.metadata.get(f"{arch}.attention.sliding_window"):
+        config |= {"sliding_window": window, "use_sliding_window": True}
+    return config
+
+
+def _rope(header: GgufHeader, arch: str) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _number(header, f"{arch}.rope.freq_base", 10000.0)}
+    kind = header.metadata.get(f"{arch}.rope.scaling.type", "none")
+    if kind not in ("none", "linear", "yarn"):
+        raise header.error(f"{arch}.rope.scaling.type", "one of none, linear, yarn")
+    if kind != "none":
+        rope |= {"rope_type": kind, "factor": _number(header, f"{arch}.rope.scaling.factor")}
+    if kind == "yarn":
+        rope["original_max_position_embeddings"] = _integer(header, f"{arch}.rope.scaling.original_context_length")
+    if _FREQUENCIES in header.tensors:
+        rope |= {"rope_type": "llama3", **_LLAMA3, "factor": _llama3_factor(header, rope["rope_theta"])}
+    return rope
+
+
+def _llama3_factor(header: GgufHeader, theta: float) -> float:
+    """The factor of Llama 3's scaling, whose divisors the file has.
+
+    Raises:
+        CheckpointError: divisors of another scaling.
+    """
+    tensor = header.tensors[_FREQUENCIES]
+    file = header.file
+    with file.open("rb") as stream:
+        stream.seek(tensor.begin)
+        found = struct.unpack(f"<{tensor.nbytes // 4}f", stream.read(tensor.nbytes))
+    factor, count = max(found), len(found)
+    original, low, high = (_LLAMA3[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"))
+    for place, divisor in enumerate(found):
+        length = 2 * math.pi * theta ** (place / count)
+        smooth = (original / length - low) / (high - low)
+        wanted = 1.0 if length < original / high else factor if length > original / low else 1 / ((1 - smooth) / factor + smooth)
+        if abs(divisor / wanted - 1) > 1e-3:
+            raise CheckpointError(f"{file}: {_FREQUENCIES}", "the divisors of Llama 3's scaling", f"{divisor:g} at {place}, not {wanted:g}")
+    return round(factor, 4)
+
+
+def weights_file(folder: Path, place: int) -> Path:
+    """Where the folder that stands for a model has its file number ``place``."""
+    return folder / (WEIGHTS if place == 0 else f"model-{place}.gguf")
+
+
+def weights_files(folder: Path) -> list[Path]:
+    """The GGUF files of such a folder, in order; empty: it is another kind of folder."""
+    found: list[Path] = []
+    while find_file(file := weights_file(folder, len(found))):
+        found.append(file)
+    return found
+
+
+def gguf_folder(file: Path) -> Path:
+    """The folder that stands for a GGUF file, made in the cache where it isn't there yet.
+
+    Args:
+        file: the only one, or the first of a split model.
+
+    Raises:
+        CheckpointError: the file can't be read, or its model or tokenizer isn't supported.
+        ResourceError: there is no cache folder.
+    """
+    parts = parts_of(file)
+    headers, parts = read_headers(parts), [part.resolve() for part in parts]
+    stamp = [LAYOUT, *((str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in parts)]
+    folder = cache_folder() / "gguf" / f"{file.stem[:80]}-{hashlib.sha256(json.dumps(stamp).encode()).hexdigest()[:16]}"
+    if (folder / "config.json").is_file():
+        return folder
+    config, tokenizer, templates = config_of(headers), read_gguf_tokenizer(headers[0]), chat_templates(headers[0])
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Written whole, then moved to its place: another process may look for it at the same time.
+    with tempfile.TemporaryDirectory(dir=folder.parent) as made:
+        made_folder = Path(made) / "folder"
+        made_folder.mkdir()
+        for place, part in enumerate(parts):
+            weights_file(made_folder, place).symlink_to(part)
+        if tokenizer is not None:
+            document, settings = tokenizer
+            (made_folder / "tokenizer.json").write_text(json.dumps(document, ensure_ascii=False), encoding="utf-8")
+            settings |= {"chat_template": templates} if templates else {}
+            (made_folder / "tokenizer_config.json").write_text(json.dumps(settings, ensure_ascii=False), encoding="utf-8")
+        (made_folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+        try:
+            made_folder.rename(folder)
+        except OSError:
+            if not (folder / "config.json").is_file():
+                raise
+    return folder

@@ -1,0 +1,178 @@
+"""The tokenizer of a GGUF file as the ``tokenizer.json`` that a Hugging Face checkpoint would have, and its chat templates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..config.checks import brief
+from ..errors import CheckpointError
+from .gguf import GgufHeader
+
+_MODEL, _TOKENS, _TYPES, _MERGES, _SCORES, _PRE = (
+    f"tokenizer.ggml.{name}" for name in ("model", "tokens", "token_type", "merges", "scores", "pre")
+)
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+"""Of :data:`_TYPES`."""
+_ENDS = ("eos", "eot", "eom")
+_TEMPLATE = "tokenizer.chat_template"
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _byte_level(use_regex: bool) -> dict[str, Any]:
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def _sequence(*steps: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "pretokenizers": list(steps)}
+
+
+_GPT2 = _byte_level(use_regex=True)
+_DIGITS = _sequence({"type": "Digits", "individual_digits": True}, _GPT2)
+_LLAMA3 = _sequence(_split(_CONTRACTIONS + _WORDS % "{1,3}"), _byte_level(use_regex=False))
+_QWEN2 = _sequence(_split(_CONTRACTIONS + _WORDS % ""), _byte_level(use_regex=False))
+PRE_TOKENIZERS = {
+    "default": _GPT2, "gpt-2": _GPT2, "gpt2": _GPT2, "smollm": _DIGITS, "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "qwen2": _QWEN2,
+}  # fmt: skip
+"""How texts are cut before byte-pair encoding, by ``tokenizer.ggml.pre``."""
+WHOLE_WORDS_FIRST = ("llama-bpe", "llama3")
+"""A word that is a token is that token, whatever its merges."""
+BEGINS_WITH_BOS = ("llama-bpe", "llama3")
+"""Texts begin with ``bos`` unless the file says otherwise."""
+
+
+def _ids(header: GgufHeader, name: str) -> int | None:
+    token = header.metadata.get(f"tokenizer.ggml.{name}_token_id")
+    count = len(header.metadata.get(_TOKENS) or ())
+    if token is None or token == 2**32 - 1:
+        return None
+    if not isinstance(token, int) or not 0 <= token < count:
+        raise header.error(f"tokenizer.ggml.{name}_token_id", f"a token from 0 to {count - 1}")
+    return token
+
+
+def special_ids(header: GgufHeader) -> dict[str, int]:
+    """``bos_token_id`` and ``eos_token_id`` as ``config.json`` has them."""
+    found = {f"{name}_token_id": _ids(header, name) for name in ("bos", "eos")}
+    return {key: token for key, token in found.items() if token is not None}
+
+
+def ends_of(header: GgufHeader) -> list[int]:
+    """Tokens that end an answer: of a text, of a turn, of a message."""
+    return list(dict.fromkeys(token for name in _ENDS if (token := _ids(header, name)) is not None))
+
+
+def chat_templates(header: GgufHeader) -> str | list[dict[str, str]] | None:
+    """The chat template, or several by name, as ``tokenizer_config.json`` has them; None: the file has none."""
+    found = {key.removeprefix(f"{_TEMPLATE}."): value for key, value in header.metadata.items() if key.startswith(f"{_TEMPLATE}.")}
+    default = header.metadata.get(_TEMPLATE)
+    for name, value in {**found, **({"default": default} if default is not None else {})}.items():
+        if not isinstance(value, str):
+            raise header.error(_TEMPLATE if name == "default" else f"{_TEMPLATE}.{name}", "a text")
+    if not found:
+        return default
+    named = {"default": default, **found} if default is not None else found
+    return [{"name": name, "template": template} for name, template in named.items()]
+
+
+def read_gguf_tokenizer(header: GgufHeader) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """``tokenizer.json`` and ``tokenizer_config.json``, without chat templates; None: the file has no tokenizer.
+
+    Raises:
+        CheckpointError: a kind of tokenizer that isn't supported, or lists that don't fit together.
+    """
+    kind = header.metadata.get(_MODEL)
+    if kind in (None, "none"):
+        return None
+    if kind not in ("gpt2", "llama"):
+        raise header.error(_MODEL, "gpt2 or llama", "pass token ids as prompts with a folder that has no tokenizer")
+    tokens = header.metadata.get(_TOKENS)
+    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
+        raise CheckpointError(f"{header.file}: {_TOKENS}", "a list of texts", brief(type(tokens).__name__))
+    types = header.metadata.get(_TYPES) or [1] * len(tokens)
+    if not isinstance(types, list) or len(types) != len(tokens):
+        raise CheckpointError(f"{header.file}: {_TYPES}", f"{len(tokens)} kinds", brief(types, 40))
+    added = [
+        {
+            "id": place, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+            "special": kind_of != _USER_DEFINED,
+        }
+        for place, (token, kind_of) in enumerate(zip(tokens, types, strict=True))
+        if kind_of in (_CONTROL, _USER_DEFINED) or (kind_of == _UNKNOWN and kind == "llama")
+    ]  # fmt: skip
+    document: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
+    document |= _byte_pairs(header, tokens) if kind == "gpt2" else _sentence_pieces(header, tokens, types)
+    bos = _ids(header, "bos")
+    begins = header.metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or header.metadata.get(_PRE) in BEGINS_WITH_BOS)
+    if begins and bos is not None:
+        document["post_processor"] = _with_bos(tokens[bos], bos)
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for name in ("bos", "eos"):
+        if (token := _ids(header, name)) is not None:
+            settings[f"{name}_token"] = tokens[token]
+    return document, settings
+
+
+def _with_bos(text: str, token: int) -> dict[str, Any]:
+    special = [{"SpecialToken": {"id": text, "type_id": number}} for number in (0, 1)]
+    texts = [{"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB")]
+    return {
+        "type": "TemplateProcessing",
+        "single": [special[0], texts[0]],
+        "pair": [special[0], texts[0], special[1], texts[1]],
+        "special_tokens": {text: {"id": text, "ids": [token], "tokens": [text]}},
+    }
+
+
+def _byte_pairs(header: GgufHeader, tokens: list[str]) -> dict[str, Any]:
+    pre = header.metadata.get(_PRE, "default")
+    if pre not in PRE_TOKENIZERS:
+        raise header.error(_PRE, "one of " + ", ".join(PRE_TOKENIZERS))
+    merges = header.metadata.get(_MERGES)
+    if not isinstance(merges, list) or not all(isinstance(merge, str) and merge.count(" ") == 1 for merge in merges):
+        raise CheckpointError(f"{header.file}: {_MERGES}", "a list of pairs", brief(merges, 40))
+    model = {
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": False,
+        "byte_fallback": False, "ignore_merges": pre in WHOLE_WORDS_FIRST, "vocab": {token: place for place, token in enumerate(tokens)},
+        "merges": [merge.split(" ") for merge in merges],
+    }  # fmt: skip
+    return {
+        "normalizer": {"type": "NFC"} if pre == "qwen2" else None, "pre_tokenizer": PRE_TOKENIZERS[pre], "post_processor": None,
+        "decoder": {**_byte_level(use_regex=True), "add_prefix_space": True}, "model": model,
+    }  # fmt: skip
+
+
+def _sentence_pieces(header: GgufHeader, tokens: list[str], types: list[int]) -> dict[str, Any]:
+    """SentencePiece's byte-pair encoding: pairs merge in the order of the scores of what they make."""
+    scores = header.metadata.get(_SCORES)
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise CheckpointError(f"{header.file}: {_SCORES}", f"{len(tokens)} scores", brief(scores, 40))
+    place = {token: number for number, token in enumerate(tokens)}
+    merges = []
+    for number, token in enumerate(tokens):
+        if types[number] in (_CONTROL, _BYTE, _UNKNOWN):
+            continue
+        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        known = [pair for pair in pairs if pair[0] in place and pair[1] in place]
+        merges += [(scores[number], *pair) for pair in sorted(known, key=lambda pair: (place[pair[0]], place[pair[1]]))]
+    merges.sort(key=lambda merge: -merge[0])
+    unknown = _ids(header, "unknown")
+    model = {
+        "type": "BPE", "dropout": None, "unk_token": tokens[unknown] if unknown is not None else None, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False, "vocab": place,
+        "merges": [[left, right] for _, left, right in merges],
+    }  # fmt: skip
+    steps: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+    strip = []
+    if header.metadata.get("tokenizer.ggml.add_space_prefix", True):
+        steps.insert(0, {"type": "Prepend", "prepend": "▁"})
+        strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]
+    decoder = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": None, "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": decoder}, "model": model,
+    }  # fmt: skip
