@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +52,26 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 """Fields besides the codes: dtypes, number of super scales, and whether channels are in any order."""
 WHOLE, SPLIT = LinearConfig(16, 16, 64, 1, 4, 2), LinearConfig(16, 32, 32, 2, 4, 2, scan=True)
+
+
+@pytest.fixture(autouse=True)
+def _subnormals() -> Iterator[None]:
+    """Kept, unless a test says otherwise. An engine in the same process flushes them."""
+    flushed = bool(torch.tensor(1e-39) * 1.0 == 0.0)
+    torch.set_flush_denormal(False)
+    yield
+    torch.set_flush_denormal(flushed)
+
+
+def test_floats_of_4_bits_do_not_depend_on_subnormals() -> None:
+    """In the engine's process they are flushed; 0.5 is a subnormal of the 4-bit float, and no other number here is one."""
+    made, x = weight("e2m1", 20, 64, 16, torch.bfloat16), torch.randn(3, 64)
+    found, half = [], []
+    for flush in (False, True):
+        torch.set_flush_denormal(flush)
+        found.append(packed_linear(x, made, config=WHOLE.encoded()))
+        half.append(packed_linear(x.bfloat16(), made, config=WHOLE.encoded()))
+    assert torch.equal(*found) and torch.equal(*half)
 
 
 def factors(rows: int, columns: int, dtype: torch.dtype) -> Tensor:

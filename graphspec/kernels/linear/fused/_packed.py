@@ -51,10 +51,12 @@ def both(value, dtype):
 
 @triton.jit
 def _single(bits, dtype: tl.constexpr):
-    """float32 of the number of 16 bits in the lower half of each int32."""
+    """float64 of the number of 16 bits in the lower half of each int32, for the interpreter: subnormals may be flushed in float32."""
     if dtype == tl.bfloat16:
-        return (bits << 16).to(tl.float32, bitcast=True)
-    return (bits & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+        exponent, mantissa = (bits >> 7) & 255, (bits & 127).to(tl.float64)
+        size = tl.where(exponent == 0, mantissa * 2.0**-133, ((bits & 0x7FFF) << 16).to(tl.float32, bitcast=True).to(tl.float64))
+        return tl.where((bits & 0x8000) == 0, size, -size)
+    return (bits & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float64)
 
 
 @triton.jit
@@ -63,7 +65,8 @@ def _multiply_add(a, b, c, dtype: tl.constexpr):
     if _INTERPRETED:
         low = _single(a, dtype) * _single(b, dtype) + _single(c, dtype)
         high = _single(a >> 16, dtype) * _single(b >> 16, dtype) + _single(c >> 16, dtype)
-        low, high = low.to(dtype).to(tl.uint16, bitcast=True), high.to(dtype).to(tl.uint16, bitcast=True)
+        low = low.to(tl.float32).to(dtype).to(tl.uint16, bitcast=True)
+        high = high.to(tl.float32).to(dtype).to(tl.uint16, bitcast=True)
         result = low.to(tl.int32) | (high.to(tl.int32) << 16)
     elif dtype == tl.bfloat16:
         result = tl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1)
