@@ -145,15 +145,6 @@ def resolve(key: str, choice: str, mode: str, device: str, dtype: str) -> str:
     return choice
 
 
-def _refused(op: KernelOp) -> Callable[..., Any]:
-    """A function that refuses to be called; programs call every op that they have before the first request."""
-
-    def refuse(*_: object, **__: object) -> Any:
-        raise ConfigError("kernels.mode", f"reference or compiled for a model that needs {op.name}", "'fused'")
-
-    return refuse
-
-
 def check_fused(device: str) -> None:
     """Check that fused kernels can run on ``device``.
 
@@ -227,18 +218,17 @@ def select_kernels(
         check_fused(device)
 
     def implementation(op: KernelOp) -> Callable[..., Any]:
-        if op.name == "linear" and chosen["linear"] == "fused":
+        if op.name in LINEAR_OPS and chosen["linear"] == "fused":
             from .linear.fused.linear import fused_linear
+            from .linear.fused.packed_linear import fused_packed_linear
 
-            return fused_linear(numerics, linear_table)
+            return (fused_linear if op.name == "linear" else fused_packed_linear)(numerics, linear_table)
         if op.name in ATTENTION_OPS or op.name in LINEAR_OPS:
             name = chosen["linear" if op.name in LINEAR_OPS else "attention"]
             # What FlashInfer doesn't serve runs fused.
             name = mode if name == "flashinfer" else name
         else:
             name = "native" if whole else mode
-        if name == "fused" and op.fused is None:
-            return _refused(op)
         return op.implementation(name if name in op.names else "reference")
 
     callables = {op.name: implementation(op) for op in OPS}

@@ -177,8 +177,7 @@ class KernelOp:
         cases: small example inputs, odd sizes included; drawn on the CPU.
         name: empty: the reference's.
         native: module of :mod:`graphspec.kernels` that has a function of the op's name; None: the CPU has no native kernel.
-        fused: ``file:attribute`` of the operator in the folder ``fused`` next to the reference; empty: ``OP`` in the file of the op's name;
-            None: there is none yet, and a fused engine refuses what needs it.
+        fused: ``file:attribute`` of the operator in the folder ``fused`` next to the reference; empty: ``OP`` in the file of the op's name.
         exact: implementations agree bit for bit; otherwise it is a float op, which is compared with an fp64 oracle.
     """
 
@@ -186,7 +185,7 @@ class KernelOp:
     cases: Callable[[torch.Generator], list[Case]]
     name: str = ""
     native: str | None = None
-    fused: str | None = ""
+    fused: str = ""
     exact: bool = True
 
     def __post_init__(self) -> None:
@@ -197,7 +196,7 @@ class KernelOp:
         """``"module:attribute"`` by name, without the reference."""
         package, topic = __name__.rpartition(".")[0], self.reference.__module__.rpartition(".")[0]
         native = {} if self.native is None else {"native": f"{package}.{self.native}:{self.name}"}
-        return native | ({} if self.fused is None else {"fused": f"{topic}.fused.{self.fused or f'{self.name}:OP'}"})
+        return native | {"fused": f"{topic}.fused.{self.fused or f'{self.name}:OP'}"}
 
     @property
     def contract(self) -> str:

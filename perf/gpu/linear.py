@@ -42,7 +42,7 @@ def record(name: str, measured: Measured) -> dict[str, Any]:
     shape = measured.shape
     fused = {config: time for config, time in measured.times.items() if config is not None}
     best = min(fused, key=lambda config: fused[config], default=None)
-    size = shape.outputs * shape.inputs * shape.item_size
+    size = shape.outputs * shape.inputs * shape.weight_bits // 8
     line: dict[str, Any] = {"kind": "linear", "layer": name, **asdict(shape), "torch_us": measured.times[None]}
     line["torch_gb_s"] = size / measured.times[None] / 1000
     if best is not None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from graphspec.config.catalog import resolve_variant
 from graphspec.config.command_options import LaunchConfig
@@ -111,10 +112,27 @@ def test_work_is_described_for_kernels_that_exist(hybrid: str) -> None:
     )
     seen = {step.kernel for args in (*engines, (hybrid, "ngram", TREE)) for step in steps_of(*args)}
     filters = {"peaks", "histogram", "kth_largest", "least"}
-    assert set(WORK) - seen - filters <= {LIBRARY}
+    assert set(WORK) - seen - filters - {"dequantise"} <= {LIBRARY}
+    from graphspec.kernels.linear.fused import _linear
     from graphspec.kernels.sampling.fused import _thresholds
 
-    assert all(hasattr(_thresholds, f"_{name}") for name in filters)
+    assert all(hasattr(_thresholds, f"_{name}") for name in filters) and hasattr(_linear, "_dequantise")
+
+
+@pytest.mark.parametrize("name", ["int4", "fp8-channel", "nvfp4", "q4-k"])
+def test_codes_are_priced_by_their_bytes(name: str) -> None:
+    """A product reads codes and all fields, and multiplies as many numbers as there are codes."""
+    from graphspec.kernels.fused.launch import recording
+    from graphspec.kernels.linear.fused.packed_linear import FORMATS, dequantised, packed_linear
+
+    weight, x = FORMATS[name].without_data(4096, 14336), torch.empty(8, 14336, dtype=torch.bfloat16, device="meta")
+    with recording() as launches:
+        packed_linear(x, weight)
+        dequantised(weight, x)
+    product, whole = (WORK[step.kernel](step, Situation(0)) for step in (Step.of("", launch) for launch in launches))
+    assert product.bytes == weight.nbytes and product.flops == 2 * 8 * 4096 * 14336
+    assert product.programs * product.in_flight < 8 * weight.nbytes
+    assert whole.bytes == weight.nbytes + 2 * 4096 * 14336
 
 
 def test_what_is_not_small_is_described(hybrid: str) -> None:

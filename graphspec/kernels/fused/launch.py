@@ -65,9 +65,27 @@ def _sum_dots_in_one_order() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
+def _convert_bfloat16() -> None:
+    """Make the interpreter round float32 to the nearest bfloat16, ties to even, and keep subnormals, as a GPU does. It cuts bits off."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    builder = interpreter.InterpreterBuilder
+    original = builder.cast_impl
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        if src.dtype.scalar.is_fp32() and dst_type.scalar.is_bf16():
+            rounded = torch.from_numpy(src.data.copy()).bfloat16().view(torch.int16).numpy()
+            return interpreter.TensorHandle(rounded.view("uint16"), dst_type.scalar)
+        if src.dtype.scalar.is_bf16() and dst_type.scalar.is_fp32():
+            return interpreter.TensorHandle((src.data.astype("uint32") << 16).view("float32"), dst_type.scalar)
+        return original(self, src, dst_type)
+
+    builder.cast_impl = cast_impl
+
+
 if INTERPRETED:
     _accept_tensor_bounds()
     _sum_dots_in_one_order()
+    _convert_bfloat16()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,11 @@ CODES = {
 5.3); the magnitudes of ``e2m1`` are 0, 0.5, 1, 1.5, 2, 3, 4 and 6."""
 
 
+def code_bits(code: str) -> int:
+    """Of a code."""
+    return 4 if code in ("int4", "uint4", "e2m1") else 8
+
+
 class Packed(NamedTuple):
     """A weight ``[N, K]`` as codes. :func:`dequantise` specifies its values."""
 
@@ -49,7 +54,7 @@ class Packed(NamedTuple):
     @property
     def bits(self) -> int:
         """Of a code."""
-        return 4 if self.code in ("int4", "uint4", "e2m1") else 8
+        return code_bits(self.code)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -147,10 +152,13 @@ def dequantise(weight: Packed, dtype: torch.dtype) -> Tensor:
     values = code_values(weight)
     channels = values.shape[1]
 
+    group_of = weight.group_of
+    if group_of is None:
+        # Indices: of repeated entries, cut off where the last group is not full, Inductor's C++ reads beyond the end.
+        group_of = torch.arange(channels, device=values.device) // weight.group
+
     def spread(per_group: Tensor) -> Tensor:
-        if weight.group_of is not None:
-            return per_group[:, weight.group_of]
-        return per_group.repeat_interleave(weight.group, 1)[:, :channels]
+        return per_group[:, group_of]
 
     if weight.zeros is not None:
         values = values - spread(weight.zeros.float())

@@ -90,4 +90,4 @@ def _cases(generator: Generator) -> list[Case]:
     ]
 
 
-OP = KernelOp(packed_linear, _cases, native="native", fused=None, exact=False)
+OP = KernelOp(packed_linear, _cases, native="native", exact=False)

@@ -82,6 +82,8 @@ class Work:
 
 SMALL = Work(cache=3)
 """A kernel of one or a few programs over small buffers: it loads its arguments, loads what they point to, and stores."""
+_FIELDS = ("weight", "scales", "super_scales", "zeros", "minimums", "super_minimums", "group_of")
+"""Arguments of a product that are its weight."""
 _ARRIVAL = 3
 """Round trips of a merge: the stores drain, the counter is incremented, the parts of the other programs are loaded."""
 
@@ -119,25 +121,33 @@ class Situation:
 def _linear(step: Step, at: Situation) -> Work:
     values = step.values
     weight = values["weight"]
-    item = weight.element_size()
+    channels, item = values["inputs"], values["x"].element_size()
+    held = sum(values[name].nbytes for name in _FIELDS if values[name] is not None)
     cut = values["SPLITS"] > 1
     rows = values["rows"]
     halves = 2 if values["GATED"] else 1
-    tile = (values["TILE_O"] * halves + values["TILE_M"]) * values["TILE_K"] * item
+    # Codes may have less than a byte.
+    tile = (values["TILE_O"] * halves * weight[0].nbytes / channels + values["TILE_M"] * item) * values["TILE_K"]
     part = values["SPLITS"] * values["TILE_O"] * halves * min(rows, values["TILE_M"]) * 4 if cut else 0
     logits = 4 * rows * weight.shape[0] if values["out"].element_size() == 4 and item < 4 else 0
     # The inputs of the norm's factors arrive together with the first weights, which are on their way to the cache while the kernel before
     # still runs.
     ahead = at.programmatic and values["PREFETCH"] > 0
     return Work(
-        bytes=weight.numel() * item + logits,
+        bytes=held + logits,
         programs=step.programs,
         in_flight=(step.stages - 1) * tile,
         memory=0 if ahead else 1,
         cache=(_ARRIVAL if cut else 1) + ahead,
         alone=part,
-        flops=2 * rows * weight.numel(),
+        flops=2 * rows * weight.shape[0] * channels,
     )
+
+
+def _dequantise(step: Step, at: Situation) -> Work:
+    values = step.values
+    size = sum(values[name].nbytes for name in (*_FIELDS, "out") if values[name] is not None)
+    return Work(bytes=size, programs=step.programs, in_flight=values["weight"].nbytes / step.programs, memory=1, cache=1)
 
 
 def _tree_attention(step: Step, at: Situation) -> Work:
@@ -243,6 +253,7 @@ def _library(step: Step, at: Situation) -> Work:
 
 WORK: Mapping[str, Callable[[Step, Situation], Work]] = {
     "linear": _linear,
+    "dequantise": _dequantise,
     "tree_attention": _tree_attention,
     "latent_attention": _latent_attention,
     "merge": _merge,

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ...config.catalog import Variant
     from ...config.command_options import LaunchConfig
     from ...kernels.fused.launch import Launch
+    from ...kernels.linear.packed import Packed
     from ...models.decoder import Decoder
     from ...plan.plan import Plan
     from ...shapes import CycleShape
@@ -140,6 +141,7 @@ def record(plan: Plan, target: Decoder, draft: Any, lanes: int, sampling: Sampli
     """
     from ...kernels.fused.launch import launcher, recording, semaphores
     from ...kernels.linear.fused.linear import Products, fused_linear, linear, linear_summed
+    from ...kernels.linear.fused.packed_linear import dequantised, fused_packed_linear, packed_linear, packed_linear_summed
 
     steps: list[Step] = []
 
@@ -148,9 +150,13 @@ def record(plan: Plan, target: Decoder, draft: Any, lanes: int, sampling: Sampli
         between.product(weight, rows)
         return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32 if float32 else x.dtype)
 
-    multiply = fused_linear(plan.numerics, products=Products(linear, linear_summed, matmul))
-    callables: dict[str, Callable[..., Any]] = {op.name: launcher(op) for op in OPS if op.fused is not None}
-    callables |= {"linear": multiply, "packed_linear": multiply}
+    def matmul_of_codes(x: Tensor, weight: Packed, bias: Tensor | None, float32: bool) -> Tensor:
+        return matmul(x, dequantised(weight, x), bias, float32)
+
+    callables: dict[str, Callable[..., Any]] = {op.name: launcher(op) for op in OPS}
+    callables["linear"] = fused_linear(plan.numerics, products=Products(linear, linear_summed, matmul))
+    of_codes = Products(packed_linear, packed_linear_summed, matmul_of_codes)
+    callables["packed_linear"] = fused_packed_linear(plan.numerics, products=of_codes)
     kernels = KernelSet(**{one.name: callables[one.name] for one in fields(KernelSet) if one.name in callables})
     for network in (target, draft):
         if network is not None:

@@ -17,11 +17,12 @@ from graphspec.engine.request import SamplingParams
 from graphspec.errors import ConfigError
 from graphspec.kernels import select_kernels
 from graphspec.kernels.fused.launch import semaphores
-from tests.support.checkpoints import VOCAB_SIZE
+from tests.support.checkpoints import VOCAB_SIZE, build_hf, write_hf
 from tests.support.depths import Launches, ScriptedDepth
 from tests.support.engines import CHAIN, SMALL, TREE, Pair, ids, mirror_pair, prompts, random_pair
 from tests.support.hybrid_checkpoints import build_hybrid
 from tests.support.parallel_checkpoints import dflash_tensors, favouring_target, p_eagle_tensors, write_dflash, write_p_eagle
+from tests.support.quantised_checkpoints import quantise
 
 FUSED = {"mode": "fused", "max_rows": 2, "buckets": [2], "page_size": 4, "max_context": 64, "prefill_chunks": [4]}
 LENGTH = 8
@@ -51,6 +52,17 @@ def test_the_drafter_catches_up_after_a_pause(pair: Pair) -> None:
     assert ids(outputs) == [pair.greedy(prompt, 12, ignore_eos=True) for prompt in prompt_ids]
     assert [-1 if key.catch_up else key.shape.num_steps for key in launcher.keys][:6] == [2, 0, 0, 0, 0, -1]
     assert all(output.timing.cycle_tokens[6] == 3 for output in outputs)
+
+
+@pytest.mark.parametrize("layout", ["awq", "nvfp4-compressed"])
+def test_a_target_of_low_precision_decodes_as_one_of_its_numbers(layout: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    source = write_hf(build_hf("llama", head_dim=16, max_position_embeddings=128, **sizes), tmp_path / "source")
+    found = []
+    for folder in quantise(source, tmp_path, layout):
+        llm = LLM(str(folder), **{**SMALL, **FUSED, "variant": "none", "max_rows": 1, "buckets": [1]})
+        found.append(ids(llm.generate([[5, 9, 3]], SamplingParams(max_tokens=3, ignore_eos=True))))
+    assert found[0] == found[1] and len(found[0][0]) == 3
 
 
 SAMPLED: tuple[dict[str, Any], ...] = (

@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused.launch import INTERPRETED
 from ...sampling.fused._vocabulary import arrive, exp_exact
+from ._packed import dequantised, fields_from, pair
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -109,8 +110,12 @@ def _row_squares(x, squares, inputs, inner, x_outer, x_inner, BLOCK: tl.constexp
 
 @triton.jit
 def _linear(
-    x, weight, bias, norm_weight, squares, residual, out, sums, partial, semaphore,
-    eps, begin, rows, inner, outputs, inputs, square_parts, x_outer, x_inner, weight_o, to_up, residual_outer, residual_inner,
+    x, weight, scales, super_scales, zeros, minimums, super_minimums, group_of, bias, norm_weight, squares, residual, out, sums,
+    partial, semaphore,
+    eps, begin, rows, inner, outputs, inputs, columns, super_columns, super_minimum_columns, square_parts,
+    x_outer, x_inner, weight_o, to_up, residual_outer, residual_inner,
+    CODE: tl.constexpr, FLOAT8: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr, SUPER_MINIMUM: tl.constexpr,
+    DIVIDES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_O: tl.constexpr, TILE_K: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
     SCAN_M: tl.constexpr, SCAN_K: tl.constexpr, SCANS: tl.constexpr, PARTS: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr,
     PREFETCH: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
@@ -120,8 +125,12 @@ def _linear(
     Rows are ``begin .. begin + rows`` of ``x``, whose two leading dimensions are flattened; the inner one has size ``inner``. The norm's
     factors come from ``squares [rows, square_parts]``, the parts of each row's sum of squares; without it the program computes the sums
     of ``SCAN_M`` rows itself. ``sums [rows, tiles]`` receives the sums of squares of the result.
+
+    With ``CODE``, ``weight`` has codes, and the arguments after it are what :func:`~._packed.fields_from` takes. Every tile becomes what a
+    weight of numbers has there, and so the sums are the same to the bit.
     """
-    dtype: tl.constexpr = weight.dtype.element_ty
+    dtype: tl.constexpr = x.dtype.element_ty
+    PAIR: tl.constexpr = pair(CODE)
     tiles_m = tl.cdiv(rows, TILE_M)
     program = tl.program_id(0)
     tile_m = program % tiles_m
@@ -133,11 +142,13 @@ def _linear(
 
     output = tile * TILE_O + tl.arange(0, TILE_O)
     # Outputs past the end repeat the last one; they are not stored.
-    weight_at = weight + tl.minimum(output, outputs - 1).to(tl.int64)[:, None] * weight_o
+    weight_row = tl.minimum(output, outputs - 1).to(tl.int64)
+    weight_at = weight + weight_row[:, None] * weight_o
     channel = tl.arange(0, TILE_K)
+    code = tl.arange(0, TILE_K // PAIR)
     if PREFETCH > 0:
-        line = first + tl.arange(0, PREFETCH) * LINE
-        line = tl.minimum(line, inputs - 1)
+        line = first // PAIR + tl.arange(0, PREFETCH) * LINE
+        line = tl.minimum(line, inputs // PAIR - 1)
         _prefetch(weight_at + line[None, :])
         if GATED:
             _prefetch(weight_at + to_up + line[None, :])
@@ -152,19 +163,29 @@ def _linear(
     if norm_weight is not None:
         scale = tl.zeros([TILE_M], tl.float32)
         # Loaded one step ahead: the dot waits for the scaled rows, but not for weights of later steps.
-        scales = tl.load(norm_weight + first + channel, mask=first + channel < end, other=0.0)
+        norm_scales = tl.load(norm_weight + first + channel, mask=first + channel < end, other=0.0)
+
+    if CODE != "":
+        # One step ahead, too.
+        fields = (
+            scales, super_scales, zeros, minimums, super_minimums, group_of,
+            columns, super_columns, super_minimum_columns, inputs,
+        )  # fmt: skip
+        entries = fields_from(None, fields, weight_row, first, GROUP, SUPER, SUPER_MINIMUM, TILE_K)
+        if GATED:
+            up_entries = fields_from(None, fields, weight_row + outputs, first, GROUP, SUPER, SUPER_MINIMUM, TILE_K)
 
     acc = tl.zeros([TILE_O, TILE_M], tl.float32)
     up = acc
     for start in range(first, end, TILE_K):
-        at = weight_at + (start + channel)[None, :]
+        at = weight_at + (start // PAIR + code)[None, :]
         if EVEN:
             rows_of_x = tl.load(x_at + (start + channel)[None, :], mask=in_rows[:, None], other=0.0)
             rows_of_weight = tl.load(at)
         else:
             inside = start + channel < inputs
             rows_of_x = tl.load(x_at + (start + channel)[None, :], mask=in_rows[:, None] & inside[None, :], other=0.0)
-            rows_of_weight = tl.load(at, mask=inside[None, :], other=0.0)
+            rows_of_weight = tl.load(at, mask=(start // PAIR + code < inputs // PAIR)[None, :], other=0)
         if norm_weight is not None:
             # Inside the loop, so that the first weight tiles are in flight before anything waits for these loads.
             if start == first:
@@ -178,14 +199,24 @@ def _linear(
                     scale = tl.sum(tl.where(own, _factor(total, inputs, eps)[None, :], 0.0), 1)
                 else:
                     scale = _factor(_row_totals(squares, row, in_rows, square_parts, PARTS), inputs, eps)
-            rows_of_x = _normed(rows_of_x, scale, scales, OFFSET, dtype)
+            rows_of_x = _normed(rows_of_x, scale, norm_scales, OFFSET, dtype)
             following = start + TILE_K + channel
-            scales = tl.load(norm_weight + following, mask=following < end, other=0.0)
+            norm_scales = tl.load(norm_weight + following, mask=following < end, other=0.0)
         narrow = tl.trans(rows_of_x)
+        if CODE != "":
+            rows_of_weight = dequantised(rows_of_weight, entries, fields, CODE, FLOAT8, GROUP, DIVIDES, dtype)
+            if not EVEN:
+                rows_of_weight = tl.where((start + channel < inputs)[None, :], rows_of_weight, 0.0)
+            entries = fields_from(entries, fields, weight_row, start + TILE_K, GROUP, SUPER, SUPER_MINIMUM, TILE_K)
         acc = tl.dot(rows_of_weight, narrow, acc, input_precision="ieee")
         if GATED:
             at += to_up
-            rows_of_weight = tl.load(at) if EVEN else tl.load(at, mask=(start + channel < inputs)[None, :], other=0.0)
+            rows_of_weight = tl.load(at) if EVEN else tl.load(at, mask=(start // PAIR + code < inputs // PAIR)[None, :], other=0)
+            if CODE != "":
+                rows_of_weight = dequantised(rows_of_weight, up_entries, fields, CODE, FLOAT8, GROUP, DIVIDES, dtype)
+                if not EVEN:
+                    rows_of_weight = tl.where((start + channel < inputs)[None, :], rows_of_weight, 0.0)
+                up_entries = fields_from(up_entries, fields, weight_row + outputs, start + TILE_K, GROUP, SUPER, SUPER_MINIMUM, TILE_K)
             up = tl.dot(rows_of_weight, narrow, up, input_precision="ieee")
 
     residual_at = None
@@ -215,3 +246,28 @@ def _linear(
                 for other in tl.static_range(1, SPLITS):
                     up += tl.load(part_at + other * stride + outputs, mask=keep, other=0.0, cache_modifier=".cg")
             _finish(acc, up, output, row, in_rows, bias, residual_at, out, outputs, sums_at, GATED, dtype)
+
+
+@triton.jit
+def _dequantise(
+    weight, scales, super_scales, zeros, minimums, super_minimums, group_of, out,
+    outputs, inputs, columns, super_columns, super_minimum_columns, weight_o,
+    CODE: tl.constexpr, FLOAT8: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr, SUPER_MINIMUM: tl.constexpr,
+    DIVIDES: tl.constexpr, TILE_O: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """Program (columns, rows): a tile of codes as numbers."""
+    PAIR: tl.constexpr = pair(CODE)
+    start = tl.program_id(0) * TILE_K
+    output = tl.program_id(1) * TILE_O + tl.arange(0, TILE_O)
+    row = tl.minimum(output, outputs - 1).to(tl.int64)
+    code = start // PAIR + tl.arange(0, TILE_K // PAIR)
+    fields = (
+        scales, super_scales, zeros, minimums, super_minimums, group_of,
+        columns, super_columns, super_minimum_columns, inputs,
+    )  # fmt: skip
+    codes = tl.load(weight + row[:, None] * weight_o + code[None, :], mask=(code < inputs // PAIR)[None, :], other=0)
+    entries = fields_from(None, fields, row, start, GROUP, SUPER, SUPER_MINIMUM, TILE_K)
+    values = dequantised(codes, entries, fields, CODE, FLOAT8, GROUP, DIVIDES, out.dtype.element_ty)
+    channel = start + tl.arange(0, TILE_K)
+    keep = (output < outputs)[:, None] & (channel < inputs)[None, :]
+    tl.store(out + row[:, None] * inputs + channel[None, :], values, mask=keep)

@@ -6,7 +6,8 @@ can issue its weight loads first and add a few numbers while they arrive. The ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from ....errors import CaptureError
 from ...formulas import rms_norm
 from ...fused.launch import AotCase, launch, operator, semaphores
 from ..linear import Hidden, ResidualStream, finish, hidden_of
+from ..packed import Packed, check_packed
 from ._linear import _linear, _row_squares
 from .linear_choice import LinearConfig, LinearShape, LinearTable, decoded, fast_config, invariant_config
 
@@ -32,24 +34,37 @@ LAUNCH_ROWS = 512
 
 
 def shape_of(
-    x: Hidden, weight: Tensor, bias: object, norm_weight: object, residual: object, gated: bool, float32: bool, squares: object = None
-) -> LinearShape:
+    x: Hidden, weight: Tensor | Packed, bias: object, norm_weight: object, residual: object, gated: bool, float32: bool,
+    squares: object = None,
+) -> LinearShape:  # fmt: skip
     """The :class:`LinearShape` of a call."""
     hidden = hidden_of(x)
     squares = x.squares if isinstance(x, ResidualStream) else squares
     rows = hidden.numel() // max(hidden.shape[-1], 1)
     parts = (norm_weight is not None, gated, residual is not None, bias is not None, float32)
     summed = norm_weight is not None and squares is not None
-    return LinearShape(rows, weight.shape[0], weight.shape[1], str(hidden.dtype).removeprefix("torch."), *parts, summed)
+    name = str(hidden.dtype).removeprefix("torch.")
+    return LinearShape(rows, weight.shape[0], weight.shape[1], name, *parts, summed, *format_of(weight))
 
 
-def _check(x: Tensor, weight: Tensor, gated: bool) -> None:
-    if x.dtype not in DTYPES or weight.dtype != x.dtype:
-        raise CaptureError("linear", "input and weight of one of float32, float16, bfloat16", f"{x.dtype} and {weight.dtype}")
-    if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or (gated and weight.shape[0] % 2):
+def format_of(weight: Tensor | Packed) -> tuple[str, int]:
+    """``code`` and ``group`` of a :class:`LinearShape`; channels whose groups are no runs have one each."""
+    if not isinstance(weight, Packed):
+        return "", 0
+    return weight.code, weight.group if weight.group_of is None else 1
+
+
+def _check(x: Tensor, weight: Tensor | Packed, gated: bool) -> None:
+    if isinstance(weight, Packed):
+        check_packed(weight, "linear weight")
+    dtype = x.dtype if isinstance(weight, Packed) else weight.dtype
+    if x.dtype not in DTYPES or dtype != x.dtype:
+        raise CaptureError("linear", "input and weight of one of float32, float16, bfloat16", f"{x.dtype} and {dtype}")
+    if len(weight.shape) != 2 or weight.shape[1] != x.shape[-1] or (gated and weight.shape[0] % 2):
         raise CaptureError("linear", f"a weight [out, {x.shape[-1]}]" + (", out even" if gated else ""), tuple(weight.shape))
-    if weight.stride(1) != 1:
-        raise CaptureError("linear", "a weight with contiguous rows", f"strides {weight.stride()}", "a copy for every call would cost more")
+    rows = weight.codes if isinstance(weight, Packed) else weight
+    if rows.stride(1) != 1:
+        raise CaptureError("linear", "a weight with contiguous rows", f"strides {rows.stride()}", "a copy for every call would cost more")
 
 
 def _check_parts(shape: LinearShape, out: Tensor, dtype: torch.dtype, squares: Tensor | None, **parts: Tensor | None) -> None:
@@ -60,6 +75,48 @@ def _check_parts(shape: LinearShape, out: Tensor, dtype: torch.dtype, squares: T
     if squares is not None and (squares.shape[:-1] != out.shape[:-1] or squares.dtype != torch.float32 or not squares.is_contiguous()):
         expected = f"contiguous {(*out.shape[:-1], 'parts')} of {torch.float32}"
         raise CaptureError("linear squares", expected, f"{tuple(squares.shape)} of {squares.dtype}, strides {squares.stride()}")
+
+
+FLOAT8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}
+"""Scales that a kernel takes as bytes."""
+
+
+class Stored(NamedTuple):
+    """A weight as the kernels take it, see :func:`~._packed.fields_from`.
+
+    Attributes:
+        rows: numbers or codes.
+        fields: scales, super scales, zeros, minimums, super minimums and group_of.
+        columns: of scales, super scales and super minimums; None where there are none.
+        options: constants of the compiled kernel.
+    """
+
+    rows: Tensor
+    fields: tuple[Tensor | None, ...] = (None,) * 6
+    columns: tuple[int | None, ...] = (None,) * 3
+    options: Mapping[str, Any] = MappingProxyType({"CODE": "", "FLOAT8": "", "GROUP": 0, "SUPER": 0, "SUPER_MINIMUM": 0, "DIVIDES": False})
+
+
+def stored(weight: Tensor | Packed) -> Stored:
+    """A weight's tensors, columns and constants.
+
+    Raises:
+        CaptureError: a field that is not contiguous, or an 8-bit float other than a scale.
+    """
+    if not isinstance(weight, Packed):
+        return Stored(weight)
+    for name, field in weight.tensors.items():
+        if name != "codes" and (not field.is_contiguous() or (field.dtype in FLOAT8 and name != "scales")):
+            raise CaptureError(f"linear {name}", "contiguous numbers", f"{field.dtype}, strides {field.stride()}")
+    codes, scales = (part.view(torch.uint8) if part.element_size() == 1 and part.is_floating_point() else part for part in weight[:2])
+    groups = weight.scales.shape[1]
+    supers = (weight.super_scales, weight.super_minimums)
+    counts = [None if field is None else field.shape[1] for field in supers]
+    per = [0 if count in (None, 1) else groups // count for count in counts]
+    optional = (weight.super_scales, weight.zeros, weight.minimums, weight.super_minimums, weight.group_of if groups > 1 else None)
+    options = {"CODE": weight.code, "FLOAT8": FLOAT8.get(weight.scales.dtype, ""), "GROUP": weight.group if groups > 1 else 0}
+    options |= {"SUPER": per[0], "SUPER_MINIMUM": per[1], "DIVIDES": weight.divides}
+    return Stored(codes, (scales, *optional), (groups, *counts), options)
 
 
 def _two_leading(x: Tensor) -> Tensor:
@@ -75,14 +132,14 @@ def _used(shape: LinearShape, config: Sequence[int] | None) -> LinearConfig:
     return (fast_config(shape) or invariant_config(shape)) if config is None else decoded(config)
 
 
-def _multiply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, norm_eps: float, norm_offset: bool,
+def multiplied(
+    x: Tensor, weight: Tensor | Packed, bias: Tensor | None, norm_weight: Tensor | None, norm_eps: float, norm_offset: bool,
     residual: Tensor | None, gated: bool, float32: bool, squares: Tensor | None, config: Sequence[int] | None, summed: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Run one call: the result and, if ``summed``, the sums of squares of each row's tiles."""
     _check(x, weight, gated)
     shape = shape_of(x, weight, bias, norm_weight, residual, gated, float32, squares)
-    use = _used(shape, config)
+    use, held = _used(shape, config), stored(weight)
     out = torch.empty((*x.shape[:-1], shape.width), dtype=torch.float32 if float32 else x.dtype, device=x.device)
     _check_parts(shape, out, x.dtype, squares, bias=bias, norm_weight=norm_weight, residual=residual)
     tiles = triton.cdiv(shape.width, use.tile_outputs)
@@ -101,8 +158,8 @@ def _multiply(
         block = min(triton.next_power_of_2(shape.inputs), SQUARES_BLOCK)
         launch(_row_squares, (shape.rows,), source, squares, shape.inputs, inner, *source.stride()[:2], BLOCK=block, num_warps=4)
     parts = 0 if squares is None else squares.shape[-1]
-    line = LINE_BYTES // shape.item_size
-    prefetch = min(PREFETCHED_BYTES // LINE_BYTES // (use.tile_outputs * (2 if gated else 1)), shape.inputs // use.splits // line)
+    line = LINE_BYTES // held.rows.element_size()
+    prefetch = min(PREFETCHED_BYTES // LINE_BYTES // (use.tile_outputs * (2 if gated else 1)), held.rows.shape[1] // use.splits // line)
     scan = min(SCAN_BLOCK // max(scanned, 1), triton.next_power_of_2(shape.inputs))
     limit = LAUNCH_ROWS if use.splits > 1 else shape.rows
     partial = semaphore = None
@@ -113,10 +170,10 @@ def _multiply(
         rows = min(limit, shape.rows - begin)
         launch(
             _linear, (triton.cdiv(rows, use.tile_rows) * tiles * use.splits,),
-            source, weight, bias, norm_weight, squares, added, out, sums, partial, semaphore,
-            norm_eps, begin, rows, inner, shape.width, shape.inputs, parts, *source.stride()[:2],
-            weight.stride(0), weight.stride(0) * shape.width, *((0, 0) if added is None else added.stride()[:2]),
-            TILE_M=use.tile_rows, TILE_O=use.tile_outputs, TILE_K=use.tile_inputs, SPLITS=use.splits,
+            source, held.rows, *held.fields, bias, norm_weight, squares, added, out, sums, partial, semaphore,
+            norm_eps, begin, rows, inner, shape.width, shape.inputs, *held.columns, parts, *source.stride()[:2],
+            held.rows.stride(0), held.rows.stride(0) * shape.width, *((0, 0) if added is None else added.stride()[:2]),
+            **held.options, TILE_M=use.tile_rows, TILE_O=use.tile_outputs, TILE_K=use.tile_inputs, SPLITS=use.splits,
             EVEN=shape.inputs % use.tile_inputs == 0, SCAN_M=scanned,
             SCAN_K=scan, SCANS=triton.cdiv(shape.inputs, scan) if scanned else 0, PARTS=triton.next_power_of_2(max(parts, 1)),
             OFFSET=norm_offset, GATED=gated, PREFETCH=1 << max(prefetch, 1).bit_length() - 1, LINE=line,
@@ -145,7 +202,7 @@ def linear(
         squares: float32 ``[..., P]``, sums of squares of parts of each row of ``x``. None: computed by this call.
         config: :meth:`LinearConfig.encoded`; None: the choice for unmeasured shapes.
     """
-    return _multiply(x, weight, bias, norm_weight, norm_eps, norm_offset, residual, gated, float32, squares, config, summed=False)[0]
+    return multiplied(x, weight, bias, norm_weight, norm_eps, norm_offset, residual, gated, float32, squares, config, summed=False)[0]
 
 
 def linear_summed(
@@ -162,7 +219,7 @@ def linear_summed(
     config: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`linear`, and float32 ``[..., tiles]``: sums of squares of each row's tiles, taken of the rounded values."""
-    out, sums = _multiply(x, weight, bias, norm_weight, norm_eps, norm_offset, residual, gated, float32, squares, config, summed=True)
+    out, sums = multiplied(x, weight, bias, norm_weight, norm_eps, norm_offset, residual, gated, float32, squares, config, summed=True)
     assert sums is not None
     return out, sums
 
@@ -201,6 +258,8 @@ OPERATORS = Products(OP, SUMMED, MATMUL)
 def fused_linear(numerics: str = "fast", table: LinearTable | None = None, products: Products = OPERATORS) -> Callable[..., Hidden]:
     """The linear layer of a fused cycle: a function with the op's signature that chooses a kernel per static shape at trace time.
 
+    With products of packed weights, it is that of :mod:`graphspec.kernels.linear.packed_linear`.
+
     Args:
         numerics: ``fast``: by ``table``, and so possibly by the number of rows. ``batch_invariant``: always the fused kernel, tiled by
             the shape of the weight only, so that the bits of a row do not depend on other rows.
@@ -210,13 +269,13 @@ def fused_linear(numerics: str = "fast", table: LinearTable | None = None, produ
     chosen = LinearTable() if table is None else table
 
     @torch.compiler.assume_constant_result
-    def choose(rows: int, outputs: int, inputs: int, dtype: str, *parts: bool) -> tuple[int, ...]:
-        config = chosen.choose(LinearShape(rows, outputs, inputs, dtype, *parts), numerics)
+    def choose(*shape: Any) -> tuple[int, ...]:
+        config = chosen.choose(LinearShape(*shape), numerics)
         return () if config is None else config.encoded()
 
     def multiply(
         x: Hidden,
-        weight: Tensor,
+        weight: Any,
         bias: Tensor | None = None,
         norm_weight: Tensor | None = None,
         norm_eps: float = 0.0,
@@ -229,7 +288,7 @@ def fused_linear(numerics: str = "fast", table: LinearTable | None = None, produ
         rows = x.numel() // x.shape[-1]
         parts = (norm_weight is not None, gated, residual is not None, bias is not None, float32)
         summed = norm_weight is not None and squares is not None
-        config = choose(rows, weight.shape[0], weight.shape[1], str(x.dtype).removeprefix("torch."), *parts, summed)
+        config = choose(rows, *weight.shape, str(x.dtype).removeprefix("torch."), *parts, summed, *format_of(weight))
         if config:
             added = None if residual is None else hidden_of(residual)
             arguments = (x, weight, bias, norm_weight, norm_eps, norm_offset, added, gated, float32, squares if summed else None, config)

@@ -12,8 +12,9 @@ import torch
 
 from ....errors import ConfigError
 from ...fused.hopper import MULTIPROCESSORS, PROGRAM_SHARED_BYTES, RESERVED_BYTES
+from ..packed import code_bits
 
-FORMAT = 2
+FORMAT = 3
 FUSED_ROWS = 64
 """Above this many rows a product is no longer bound by reading its weights, and cuBLAS is used unless the numerics forbid it."""
 SCANNED_ROWS = 8
@@ -46,9 +47,10 @@ class LinearShape:
         rows: product of the leading dimensions of the input.
         outputs: rows of the weight, gate and up both counted.
         inputs: columns of the weight.
-        dtype: of input and weight, as ``bfloat16``.
+        dtype: of input and result, and of the weight unless it is packed, as ``bfloat16``.
         norm, gated, residual, bias, float32: which of these the call adds to the product.
         summed: whether the sums of squares for the norm come from the previous product.
+        code, group: of a packed weight (:class:`~graphspec.kernels.linear.packed.Packed`).
     """
 
     rows: int
@@ -61,16 +63,23 @@ class LinearShape:
     bias: bool = False
     float32: bool = False
     summed: bool = False
+    code: str = ""
+    group: int = 0
 
     @property
     def item_size(self) -> int:
-        """Bytes per element."""
+        """Bytes per element of the input."""
         return getattr(torch, self.dtype).itemsize
+
+    @property
+    def weight_bits(self) -> int:
+        """Bits per element of the weight, without its scales."""
+        return code_bits(self.code) if self.code else 8 * self.item_size
 
     @property
     def aligned(self) -> bool:
         """Whether rows of the weight are aligned to 16 bytes, so that asynchronous copies can load them."""
-        return self.inputs * self.item_size % 16 == 0
+        return self.inputs * self.weight_bits % 128 == 0
 
     @property
     def width(self) -> int:
@@ -101,8 +110,8 @@ class LinearConfig:
 
     def shared_bytes(self, shape: LinearShape) -> int:
         """Bytes of shared memory of the tiles in flight."""
-        rows = self.tile_outputs * (2 if shape.gated else 1) + self.tile_rows
-        return rows * self.tile_inputs * shape.item_size * self.stages
+        weights = self.tile_outputs * (2 if shape.gated else 1) * shape.weight_bits // 8
+        return (weights + self.tile_rows * shape.item_size) * self.tile_inputs * self.stages
 
     def encoded(self) -> tuple[int, ...]:
         """The config as integers, which a graph can contain."""
@@ -122,7 +131,15 @@ def split_inputs(shape: LinearShape, tile_inputs: int, wanted: int) -> int:
 
 
 def _tile_inputs(shape: LinearShape, wanted: int) -> int:
-    """``wanted`` columns, or fewer if the weight has fewer or its tiles have to go through registers."""
+    """``wanted`` columns, or fewer if the weight has fewer or its tiles have to go through registers.
+
+    Twice as many of 4 bits, up to what fits the registers, which also hold many scales, a norm's input, or gate and up. Few where every
+    channel has its own scale.
+    """
+    if shape.weight_bits == 4:
+        wanted = min(2 * wanted, 128 if shape.norm or shape.gated or shape.group < 32 else 256)
+    if shape.code and shape.group < 16:
+        wanted = min(wanted, 32)
     most = 32 if shape.item_size > 2 else wanted if shape.aligned else min(wanted, 64)
     return min(most, max(1 << (shape.inputs - 1).bit_length(), 16))
 
@@ -195,9 +212,10 @@ def _tile_rows(shape: LinearShape) -> int:
 def _narrow(shape: LinearShape) -> list[LinearConfig]:
     """Configs with tiles so narrow that one wave of programs needs no splits, and hence no merge.
 
-    None after a norm, which every program would apply to the whole input, and none for shapes that need splits anyway.
+    None after a norm, which every program would apply to the whole input, and none for shapes that need splits anyway. None for codes
+    either: in tiles of fewer than 64 outputs several warps would convert the same ones.
     """
-    if shape.item_size > 2 or not shape.aligned or shape.norm or shape.gated or shape.rows > NARROW_ROWS:
+    if shape.code or shape.item_size > 2 or not shape.aligned or shape.norm or shape.gated or shape.rows > NARROW_ROWS:
         return []
     made = ((residents, _resident(shape, 16, NARROW_OUTPUTS, _tile_inputs(shape, 256), residents, scan=False)) for residents in (1, 2))
     fitting = ((residents, replace(config, splits=1)) for residents, config in made if config is not None)
@@ -212,7 +230,8 @@ def fast_config(shape: LinearShape) -> LinearConfig | None:
         return narrow[0]
     tile_rows = _tile_rows(shape)
     scan = shape.norm and shape.rows <= SCANNED_ROWS
-    return _config(shape, tile_rows, _tile_inputs(shape, 128 if tile_rows == 16 else 64), scan)
+    wide = tile_rows == 16 or (bool(shape.code) and tile_rows == 32 and not shape.norm)
+    return _config(shape, tile_rows, _tile_inputs(shape, 128 if wide else 64), scan)
 
 
 def candidates(shape: LinearShape) -> list[LinearConfig]:

@@ -15,7 +15,9 @@ from triton.runtime.errors import OutOfResources
 
 from ....errors import ConfigError
 from ..linear import Hidden
-from .linear import OP, fused_linear, shape_of
+from ..packed import CODES, Packed, code_bits
+from . import packed_linear
+from .linear import OPERATORS, fused_linear, shape_of
 from .linear_choice import SCANNED_ROWS, LinearConfig, LinearShape, LinearTable, candidates
 
 Call = Callable[[], object]
@@ -59,14 +61,22 @@ def graph_timer(calls: Sequence[Call]) -> float:
 def inputs_of(shape: LinearShape, device: torch.device, cold: int) -> list[dict[str, Any]]:
     """Arguments of calls of ``shape`` that only differ in the weight; together the weights exceed ``cold`` bytes.
 
-    Called in turn, every call reads its weight from memory and its few rows from the cache, as in a decode cycle.
+    Called in turn, every call reads its weight from memory and its few rows from the cache, as in a decode cycle. A packed weight has
+    scales of the dtype, and no other fields: they are few bytes next to the codes.
     """
     dtype = getattr(torch, shape.dtype)
 
     def made(*sizes: int) -> Tensor:
         return torch.randn(sizes, dtype=dtype, device=device)
 
-    weights = 1 + cold // (shape.outputs * shape.inputs * shape.item_size)
+    def weight() -> Tensor | Packed:
+        if not shape.code:
+            return made(shape.outputs, shape.inputs)
+        codes = torch.randint(0, 120, (shape.outputs, shape.inputs * code_bits(shape.code) // 8), dtype=torch.uint8, device=device)
+        groups = -(-shape.inputs // shape.group)
+        return Packed(codes.view(CODES[shape.code]), made(shape.outputs, groups), shape.code, shape.group)
+
+    weights = 1 + cold // (shape.outputs * shape.inputs * shape.weight_bits // 8)
     common: dict[str, Any] = {"x": made(shape.rows, shape.inputs), "gated": shape.gated, "float32": shape.float32}
     if shape.bias:
         common["bias"] = made(shape.outputs)
@@ -77,7 +87,7 @@ def inputs_of(shape: LinearShape, device: torch.device, cold: int) -> list[dict[
         common["squares"] = torch.full((shape.rows, parts), shape.inputs / parts, device=device)
     if shape.residual:
         common["residual"] = made(shape.rows, shape.width)
-    return [common | {"weight": made(shape.outputs, shape.inputs)} for _ in range(min(weights, 64))]
+    return [common | {"weight": weight()} for _ in range(min(weights, 64))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +108,11 @@ def measure(shape: LinearShape, device: torch.device, timer: Timer, compiled: bo
     cold = 2 * torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
     arguments = inputs_of(shape, device, cold)
     times: dict[LinearConfig | None, float] = {}
+    products = packed_linear.OPERATORS if shape.code else OPERATORS
 
     def fused(config: LinearConfig) -> float:
         try:
-            return timer([partial(OP, **given, config=config.encoded()) for given in arguments])
+            return timer([partial(products.linear, **given, config=config.encoded()) for given in arguments])
         except OutOfResources:
             return float("inf")
 
@@ -112,7 +123,7 @@ def measure(shape: LinearShape, device: torch.device, timer: Timer, compiled: bo
         if found is not None:
             other = replace(found, scan=not found.scan)
             times[other] = fused(other)
-    plain = fused_linear("fast", LinearTable({shape: None}))
+    plain = fused_linear("fast", LinearTable({shape: None}), products)
     if compiled:
         # Every shape is compiled separately, so the limit on recompilations does not apply.
         torch.compiler.reset()
@@ -166,13 +177,15 @@ def tune(
 def recorded(network: nn.Module) -> Iterator[dict[LinearShape, None]]:
     """A context in which every linear layer of ``network`` records the shape of each call; in order, without repeats."""
     shapes: dict[LinearShape, None] = {}
-    modules: list[Any] = [module for module in network.modules() if hasattr(module, "multiply")]
-    layers: list[tuple[Any, Callable[..., Hidden]]] = [(module, module.multiply) for module in modules]
+    modules: list[Any] = list(network.modules())
+    layers: list[tuple[Any, str, Callable[..., Hidden]]] = [
+        (module, name, getattr(module, name)) for module in modules for name in ("multiply", "multiply_codes") if hasattr(module, name)
+    ]
 
     def noting(multiply: Callable[..., Hidden]) -> Callable[..., Hidden]:
         def note(
             x: Hidden,
-            weight: Tensor,
+            weight: Tensor | Packed,
             bias: Tensor | None = None,
             norm_weight: Tensor | None = None,
             norm_eps: float = 0.0,
@@ -187,19 +200,19 @@ def recorded(network: nn.Module) -> Iterator[dict[LinearShape, None]]:
         return note
 
     try:
-        for layer, multiply in layers:
-            layer.multiply = noting(multiply)
+        for layer, name, multiply in layers:
+            setattr(layer, name, noting(multiply))
         yield shapes
     finally:
-        for layer, multiply in layers:
-            layer.multiply = multiply
+        for layer, name, multiply in layers:
+            setattr(layer, name, multiply)
 
 
 def shapes_of(network: nn.Module, run: Call, rows: Sequence[int] = ()) -> list[LinearShape]:
     """Shapes of the products in the linear layers of ``network``.
 
     Args:
-        network: any module; its linear layers are those with an attribute ``multiply``.
+        network: any module; its linear layers are those with an attribute ``multiply``, or ``multiply_codes``.
         run: calls it once, uncompiled; fake or ``meta`` tensors will do.
         rows: numbers of rows to use instead of those of the calls; empty: as called.
     """
