@@ -49,6 +49,8 @@ class ServerConfig:
     """Time limit for receiving the headers of a request, and again for its body."""
     write_seconds: float = 60.0
     """Time limit for a client to read what was sent; then its request is aborted."""
+    grammar_seconds: float = 10.0
+    """Time limit for compiling the grammar of a request; one that takes longer is refused."""
     keep_alive_seconds: float = 5.0
     """How long a connection stays open after an answer."""
     drain_seconds: float = 60.0
@@ -61,7 +63,7 @@ class ServerConfig:
         in_range("server.max_waiting", self.max_waiting, 0, MOST_WAITING)
         in_range("server.max_body_bytes", self.max_body_bytes, 1, MOST_BYTES)
         in_range("server.max_tokens", self.max_tokens, 1, INT32_MOST)
-        for name in ("request", "read", "write", "keep_alive", "drain"):
+        for name in ("request", "read", "write", "grammar", "keep_alive", "drain"):
             in_range(f"server.{name}_seconds", getattr(self, f"{name}_seconds"), LEAST_SECONDS, MOST_SECONDS)
         for name in ("host", "model_name"):
             if getattr(self, name) == "":

@@ -33,6 +33,7 @@ from .answers import DONE, ChatWriter, CompletionWriter, Writer, spell, sse
 from .bodies import LARGE_BODY, MOST_VALUES, parse_json, read_body
 from .errors import ApiError, bad_field, from_engine, internal, unusable
 from .generation import Generation
+from .grammar_trials import GrammarTrials
 from .limits import ClientGone, Keys, Slots, check_bounds, check_prompt_sizes, unless_gone
 from .messages import conversation_of
 from .metrics import CONTENT_TYPE, Metrics
@@ -83,6 +84,7 @@ class Api:
         engine = llm.llm
         self.plan, self.tokenizer = engine.plan, engine.tokenizer
         waiting = options.max_waiting if self.plan.max_queued is None else self.plan.max_queued
+        self.trials = GrammarTrials(llm, options.grammar_seconds)
         self.slots = Slots(self.plan.max_rows + waiting)
         self.metrics = Metrics(model, self.plan, engine.load, engine.capture_report)
         self.most_values = max(MOST_VALUES, 2 * self.plan.max_context)
@@ -144,6 +146,10 @@ class Api:
                 raise internal() from error
 
         return checked
+
+    def close(self) -> None:
+        """End the process that the routes have started."""
+        self.trials.close()
 
     async def _refuse(self, request: Request, error: Exception) -> Response:
         """The response to an error."""
@@ -210,14 +216,18 @@ class Api:
             held.enter_context(self.slots.take(len(prompts) * params.n))
             options = {"priority": body.priority, "deadline": self.options.request_seconds, "cache_salt": body.cache_salt}
             with self.metrics.preparing("encoding" if params.structured is None else "compiling"):
-                begun = Generation.begin(self.llm, self.metrics, prompts, params, **options)
-                generation = await unless_gone(request.receive, begun)
+                generation = await unless_gone(request.receive, self._begin(prompts, params, options))
             record = record_of(request.scope)
             record.generation = generation
             writer = asked.make(generation)
             if body.stream:
                 return EventStream(self._events(writer, record), held.pop_all())
             return _json(await unless_gone(request.receive, _whole(writer)))
+
+    async def _begin(self, prompts: list[Prompt], params: SamplingParams, options: dict[str, Any]) -> Generation:
+        if params.structured is not None:
+            await self.trials.check(params.structured)
+        return await Generation.begin(self.llm, self.metrics, prompts, params, **options)
 
     async def _events(self, writer: Writer, record: Record) -> AsyncGenerator[bytes, None]:
         """The bytes of a stream. An error after the beginning is sent as the last event."""
