@@ -180,7 +180,7 @@ class Vocabulary:
 
         Args:
             threads: of the compiler.
-            tags: special tokens are text. A structural tag is made of them; the text of other outputs has none, so their grammars can't either.
+            tags: special tokens are text. A structural tag is made of them; the text of other outputs has none.
 
         Raises:
             RequestError: xgrammar is not installed, or does not take the tokenizer.
