@@ -445,10 +445,11 @@ class LLM:
         """Programs that ``requests`` requests can need: every bucket up to the one they fill, every chunk size."""
         return self._engine.keys(requests, sampling)
 
-    def _encode(self, prompt: str | Conversation, *, add_special_tokens: bool = True) -> list[int]:
+    def _encode(self, prompt: str | Conversation, *, add_special_tokens: bool = True, special_tokens_as_text: bool = False) -> list[int]:
         if isinstance(prompt, Conversation):
             return self.tokenizer.chat(prompt)
-        return self.tokenizer.encode(prompt) if add_special_tokens else self.tokenizer.words(prompt)
+        encode = self.tokenizer.encode if add_special_tokens else self.tokenizer.words
+        return encode(prompt, special_tokens_as_text=special_tokens_as_text)
 
     def _text(self, request: Request) -> OutputText | None:
         """The text of a request from its beginning; None: it has none."""

@@ -35,6 +35,9 @@ class ServerConfig:
     """Origins of web pages that may read answers (``https://app.example``), or ``*``: any. Empty: none."""
     access_log: str = "text"
     """A line on stderr for every request: ``text``, ``json`` or ``off``. It has figures, never a prompt or an output."""
+    special_tokens_in_text: str = "encode"
+    """What the text of a special token is in a prompt or a message: ``encode``: that token, as in vLLM; ``text``: ordinary text, so that
+    nobody who writes a part of a conversation can end it or begin another turn."""
     allow_priority: bool = False
     """Requests may have a ``priority`` other than 0, which lets them overtake those of other clients."""
     max_waiting: int = 256
@@ -59,6 +62,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         check_fields(self, "server", paths=("api_key_file",))
         one_of("server.access_log", self.access_log, ("text", "json", "off"))
+        one_of("server.special_tokens_in_text", self.special_tokens_in_text, ("encode", "text"))
         in_range("server.port", self.port, 0, 65535)
         in_range("server.max_waiting", self.max_waiting, 0, MOST_WAITING)
         in_range("server.max_body_bytes", self.max_body_bytes, 1, MOST_BYTES)

@@ -90,6 +90,7 @@ class Api:
         self.most_values = max(MOST_VALUES, 2 * self.plan.max_context)
         # Reads the file once, before anybody waits for it.
         fewest_tokens("", self.tokenizer.folder)
+        self._plain = {"special_tokens_as_text": options.special_tokens_in_text == "text"}
         self._ping: asyncio.Future[None] | None = None
         self.most_tokens = min(options.max_tokens or self.plan.max_context, self.plan.max_context)
 
@@ -191,7 +192,9 @@ class Api:
         body = parse(CompletionBody, data)
         check_model(body.model, self.model)
         make = partial(CompletionWriter, body, self.model, self.tokenizer)
-        return Asked(body, body.prompts, make, body.params(self.most_tokens, self.plan.sampling_defaults, structured_of(body)))
+        return Asked(
+            body, body.prompts(**self._plain), make, body.params(self.most_tokens, self.plan.sampling_defaults, structured_of(body))
+        )
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
@@ -205,7 +208,7 @@ class Api:
         tools = read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
         make = partial(ChatWriter, body, self.model, self.tokenizer, tools=tools)
         params = body.params(self.most_tokens, self.plan.sampling_defaults, structured_of(body, tools), MARKS if tools.read else ())
-        return Asked(body, [conversation_of(body, tools)], make, params)
+        return Asked(body, [conversation_of(body, tools, **self._plain)], make, params)
 
     async def _answer(self, request: Request, asked: Asked) -> Response:
         """Serve a request; a stream begins once its prompts have been accepted."""
@@ -283,7 +286,7 @@ class Api:
             check_model(body.model, self.model)
             if not self.tokenizer.has_chat_template:
                 raise bad_field("messages", "a checkpoint with a chat template", "one without")
-            conversation = conversation_of(body, read_tools(body.tools, body.tool_choice))
+            conversation = conversation_of(body, read_tools(body.tools, body.tool_choice), **self._plain)
             return length_of(conversation), partial(self.tokenizer.chat, conversation), False
         _only(data, "model", "prompt", "add_special_tokens", "return_token_strs")
         check_model(data.get("model"), self.model)
@@ -292,7 +295,7 @@ class Api:
             conform(name, value, bool, RequestError)
         text = check_text("prompt", data.get("prompt"))
         check_fits("prompt", text, self.tokenizer.folder, self.plan.max_context)
-        return len(text), partial(self.tokenizer.encode if special else self.tokenizer.words, text), spelled
+        return len(text), partial(self.tokenizer.encode if special else self.tokenizer.words, text, **self._plain), spelled
 
     async def detokenize(self, request: Request) -> Response:
         """``POST /detokenize``."""

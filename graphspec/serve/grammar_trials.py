@@ -61,7 +61,9 @@ class GrammarTrials:
             RequestError: it takes too long, or too much memory.
             ApiError: 503, the grammars that requests hold leave no room for another.
         """
-        if self._llm.llm.grammars.held_bytes > CACHE_BYTES:
+        load = self._llm.llm.load()
+        # The engine keeps the requests of its last step until the next one.
+        if (load.running or load.waiting) and self._llm.llm.grammars.held_bytes > CACHE_BYTES:
             raise busy(RETRY_SECONDS)
         digest, steps = await self._llm.work(lambda: (sha256(repr(structured).encode()).digest(), compile_steps(structured)))
         if digest in self._passed:
