@@ -246,6 +246,11 @@ class AsyncLLM:
         return await (self._long if length >= LONG_TEXT else self._short).run(job)
 
     @property
+    def busy(self) -> bool:
+        """Whether a thread is at work with texts or grammars, for a caller that may have left."""
+        return self._short.busy or self._long.busy or self._grammars.busy
+
+    @property
     def stuck_seconds(self) -> float:
         """How long all threads for texts of one kind have been at their present work; 0 while one is free."""
         return max(self._short.stuck_seconds, self._long.stuck_seconds)

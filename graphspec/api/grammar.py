@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarCompiler, GrammarMatcher
 
 CACHE_BYTES = 1 << 28
-"""Most memory for compiled grammars; the least recently used make room."""
+"""Most memory for compiled grammars that no request holds; the least recently used make room."""
 COMPILER_THREADS = 2
 LONGEST_TOKEN = 32
 """Bytes of the longest token that forced text is spelled with."""
@@ -159,6 +161,43 @@ def first_children(token_N: Sequence[int], parent_N: Sequence[int]) -> tuple[lis
     return child, sibling
 
 
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a compiler of grammars knows of a checkpoint.
+
+    Attributes:
+        texts: of all tokens.
+        special: tokens that are no text, the ends among them.
+        stops: end-of-text ids.
+    """
+
+    texts: tuple[bytes, ...]
+    special: frozenset[int]
+    stops: tuple[int, ...]
+
+    def compiler(self, threads: int, *, tags: bool) -> tuple[GrammarCompiler, Speller]:
+        """A compiler, and what spells the text that its grammars force.
+
+        Args:
+            threads: of the compiler.
+            tags: special tokens are text. A structural tag is made of them; the text of other outputs has none.
+
+        Raises:
+            RequestError: xgrammar is not installed, or does not take the tokenizer.
+        """
+        try:
+            from xgrammar import GrammarCompiler, TokenizerInfo, VocabType
+        except ImportError as error:
+            raise RequestError(KEY, "the package xgrammar", "no such package", install_hint("grammar")) from error
+        texts = [text if tags or token not in self.special else b"" for token, text in enumerate(self.texts)]
+        try:
+            info = TokenizerInfo(texts, VocabType.RAW, vocab_size=len(texts), stop_token_ids=list(self.stops))
+        except Exception as error:
+            raise RequestError(KEY, "a tokenizer that xgrammar reads", _reason(error)) from error
+        compiler = GrammarCompiler(info, max_threads=threads, cache_enabled=True, cache_limit_bytes=CACHE_BYTES // 2)
+        return compiler, Speller(info.decoded_vocab)
+
+
 class Grammars:
     """Compiles the grammars of an engine's requests, each of them once.
 
@@ -168,10 +207,36 @@ class Grammars:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+        self._vocabulary: Vocabulary | None = None
         self._compilers: dict[bool, tuple[GrammarCompiler, Speller]] = {}
         """By whether special tokens are text."""
-        self._special: frozenset[int] = frozenset()
+        self._held: WeakValueDictionary[Structured, CompiledGrammar] = WeakValueDictionary()
+        """Those of requests that exist."""
         self._lock = threading.Lock()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the compiled grammars that requests hold, whether or not the cache of :data:`CACHE_BYTES` has them too."""
+        return sum(compiled.memory_size_bytes for compiled in self._held.values())
+
+    def vocabulary(self, tokenizer: Callable[[], Tokenizer]) -> Vocabulary:
+        """What compilers know of the checkpoint.
+
+        Args:
+            tokenizer: of the checkpoint.
+
+        Raises:
+            RequestError: there is no tokenizer.
+        """
+        if self._vocabulary is None:
+            try:
+                speech = tokenizer()
+            except CheckpointError as error:
+                raise RequestError(KEY, "a checkpoint with a tokenizer", str(error)) from error
+            stops = self._plan.target.eos_token_ids
+            texts = tuple(speech.token_bytes(token) for token in range(self._plan.target.vocab_size))
+            self._vocabulary = Vocabulary(texts, speech.special_ids.union(stops), tuple(stops))
+        return self._vocabulary
 
     def grammar(self, params: SamplingParams, stop_ids: Sequence[int], tokenizer: Callable[[], Tokenizer]) -> RowGrammar:
         """The grammar of a request at the beginning of its output.
@@ -191,38 +256,21 @@ class Grammars:
             raise RequestError(KEY, "None with accept=synthetic, whose tokens mean nothing", structured.kind)
         compiler, speller = self._compiler(tokenizer, tags=structured.structural_tag is not None)
         # A stop id that is text is sampled where the grammar has that text.
-        ends = [stop for stop in stop_ids if stop in self._special]
+        ends = [stop for stop in stop_ids if stop in self.vocabulary(tokenizer).special]
         if not ends:
             expected = "a special token to end with: an end-of-text id (ignore_eos=False), or one of stop_token_ids"
             raise RequestError(KEY, expected, f"stop ids {list(stop_ids)}")
-        return RowGrammar(compile_grammar(compiler, structured), ends, speller)
+        # What a request holds is not compiled again, though the cache may have dropped it.
+        compiled = self._held.get(structured)
+        if compiled is None:
+            compiled = self._held.setdefault(structured, compile_grammar(compiler, structured))
+        return RowGrammar(compiled, ends, speller)
 
     def _compiler(self, tokenizer: Callable[[], Tokenizer], *, tags: bool) -> tuple[GrammarCompiler, Speller]:
         with self._lock:
             if tags not in self._compilers:
-                self._compilers[tags] = self._make(tokenizer, tags)
+                self._compilers[tags] = self.vocabulary(tokenizer).compiler(COMPILER_THREADS, tags=tags)
             return self._compilers[tags]
-
-    def _make(self, tokenizer: Callable[[], Tokenizer], tags: bool) -> tuple[GrammarCompiler, Speller]:
-        try:
-            from xgrammar import GrammarCompiler, TokenizerInfo, VocabType
-        except ImportError as error:
-            raise RequestError(KEY, "the package xgrammar", "no such package", install_hint("grammar")) from error
-        try:
-            speech = tokenizer()
-        except CheckpointError as error:
-            raise RequestError(KEY, "a checkpoint with a tokenizer", str(error)) from error
-        vocab, stops = self._plan.target.vocab_size, list(self._plan.target.eos_token_ids)
-        special = speech.special_ids.union(stops)
-        # The text of an output has no special tokens, so a grammar over text can't either; tags are made of them.
-        texts = [speech.token_bytes(token) if tags or token not in special else b"" for token in range(vocab)]
-        try:
-            info = TokenizerInfo(texts, VocabType.RAW, vocab_size=vocab, stop_token_ids=stops)
-        except Exception as error:
-            raise RequestError(KEY, "a tokenizer that xgrammar reads", _reason(error)) from error
-        self._special = special
-        compiler = GrammarCompiler(info, max_threads=COMPILER_THREADS, cache_enabled=True, cache_limit_bytes=CACHE_BYTES)
-        return compiler, Speller(info.decoded_vocab)
 
 
 def compile_grammar(compiler: GrammarCompiler, structured: Structured) -> CompiledGrammar:

@@ -146,7 +146,8 @@ class LLM:
         """What there is to do now, as :class:`graphspec.engine.meter.Load`; any thread may ask."""
         self.ping = self._engine.ping
         self._acceptance_test = AcceptanceTest(self.plan)
-        self._grammars = Grammars(self.plan)
+        self.grammars = Grammars(self.plan)
+        """Compiles those of requests."""
         if self.plan.runtime.captured:
             # Capturing a class later would make all other callers wait.
             self._engine.prepare(self.plan.max_rows, *self.plan.sampling_classes)
@@ -412,7 +413,7 @@ class LLM:
         return [request.error for request in self._requests(prompts, params) if request.sample == 0]
 
     def _requests(self, prompts: Prompt | Sequence[Prompt], params: Params, *, one: bool = False) -> list[Request]:
-        return make_requests(prompts, params, self.plan, self._encode, one=one, tokenizer=lambda: self.tokenizer, grammars=self._grammars)
+        return make_requests(prompts, params, self.plan, self._encode, one=one, tokenizer=lambda: self.tokenizer, grammars=self.grammars)
 
     def close(self) -> None:
         """End the engine's thread. Open calls end with an error, later ones are refused; memory is given back with the last reference."""
@@ -450,10 +451,11 @@ class LLM:
         """Programs that ``requests`` requests can need: every bucket up to the one they fill, every chunk size."""
         return self._engine.keys(requests, sampling)
 
-    def _encode(self, prompt: str | Conversation, *, add_special_tokens: bool = True) -> list[int]:
+    def _encode(self, prompt: str | Conversation, *, add_special_tokens: bool = True, special_tokens_as_text: bool = False) -> list[int]:
         if isinstance(prompt, Conversation):
             return self.tokenizer.chat(prompt)
-        return self.tokenizer.encode(prompt) if add_special_tokens else self.tokenizer.words(prompt)
+        encode = self.tokenizer.encode if add_special_tokens else self.tokenizer.words
+        return encode(prompt, special_tokens_as_text=special_tokens_as_text)
 
     def _text(self, request: Request) -> OutputText | None:
         """The text of a request from its beginning; None: it has none."""

@@ -19,10 +19,13 @@ from .stops import NothingNew, OutputText, StopCheck
 
 
 class TextPrompt(TypedDict):
-    """A prompt as vLLM spells it. ``add_special_tokens=False``: the text has its special tokens, as a formatted conversation does."""
+    """A prompt as vLLM spells it. ``add_special_tokens=False``: the text has its special tokens, as a formatted conversation does.
+    ``special_tokens_as_text=True``: the texts of special tokens in it are text.
+    """
 
     prompt: str
     add_special_tokens: NotRequired[bool]
+    special_tokens_as_text: NotRequired[bool]
 
 
 class TokensPrompt(TypedDict):
@@ -37,7 +40,7 @@ def _no_tokenizer() -> Tokenizer:
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Conversation
 Encode = Callable[..., list[int]]
-"""Of a text or a conversation; of a text, with ``add_special_tokens=False`` where it gets none."""
+"""Of a text or a conversation; of a text, with the options of :class:`TextPrompt` that are not at their defaults."""
 Param = SamplingParams | Mapping[str, Any]
 Params = Param | Sequence[Param] | None
 """Parameters of a call, one for all prompts or one for each; a mapping has fields of :class:`SamplingParams`."""
@@ -122,14 +125,16 @@ def _unwrap(prompt: Mapping[object, object]) -> tuple[object, dict[str, bool]]:
         items = dict(prompt.items())
     except Exception as reason:
         raise RequestError("prompt", SPELLINGS, f"{type(prompt).__name__} that can't be read") from reason
-    special = items.pop("add_special_tokens", True) if "prompt" in items else True
+    defaults = {"add_special_tokens": True, "special_tokens_as_text": False} if "prompt" in items else {}
+    options = {name: items.pop(name, default) for name, default in defaults.items()}
     if set(items) == {"prompt"}:
         text = items["prompt"]
         if not isinstance(text, str):
             raise RequestError("prompt['prompt']", "a text (token ids are 'prompt_token_ids')", typed(text))
-        if not isinstance(special, bool):
-            raise RequestError("prompt['add_special_tokens']", "true or false", typed(special))
-        return text, {} if special else {"add_special_tokens": False}
+        for name, value in options.items():
+            if not isinstance(value, bool):
+                raise RequestError(f"prompt['{name}']", "true or false", typed(value))
+        return text, {name: bool(value) for name, value in options.items() if value is not defaults[name]}
     if set(items) == {"prompt_token_ids"}:
         ids = items["prompt_token_ids"]
         if isinstance(ids, str | Mapping):

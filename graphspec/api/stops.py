@@ -7,6 +7,7 @@ tokens after the one in which it ended never become part of the output.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import compress
 
 from ..engine.request import SamplingParams
@@ -14,6 +15,58 @@ from ..plan.buffers import Status
 from ..text.tokenizer import Detokenizer, Tokenizer
 
 ENDS = (Status.STOPPED, Status.LENGTH, Status.FAILED)
+
+
+class StopTexts:
+    """Stop texts in a growing text, found in a time per character that does not depend on how many there are.
+
+    The automaton of Aho and Corasick (Communications of the ACM 18(6), 1975). A state is the longest end of the text that a stop text
+    begins with; 0 is the empty one.
+
+    Args:
+        stops: the texts, none of them empty.
+
+    Attributes:
+        ends: by state, the longest stop text that ends there; empty: none does.
+        held: by state, the most characters at the end with which a stop text begins, not all of it.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.ends, self.held, self._fail = [""], [0], [0]
+        self._children: list[dict[str, int]] = [{}]
+        for stop in stops:
+            state = 0
+            for character in stop:
+                found = self._children[state].setdefault(character, len(self.ends))
+                if found == len(self.ends):
+                    self.ends.append("")
+                    self.held.append(0)
+                    self._fail.append(0)
+                    self._children.append({})
+                state = found
+            self.ends[state] = stop
+        # By depth: what a state falls back to is shorter.
+        level, depth = [0], 0
+        while level:
+            below = []
+            for state in level:
+                fail = self._fail[state]
+                self.ends[state] = self.ends[state] or self.ends[fail]
+                self.held[state] = depth if self._children[state] else self.held[fail]
+                for character, child in self._children[state].items():
+                    self._fail[child] = self.step(fail, character) if state else 0
+                    below.append(child)
+            level, depth = below, depth + 1
+
+    def step(self, state: int, character: str) -> int:
+        """The state after one more character."""
+        while state and character not in self._children[state]:
+            state = self._fail[state]
+        return self._children[state].get(character, 0)
+
+
+automaton = lru_cache(maxsize=4)(StopTexts)
+"""That of a tuple of stop texts: a request asks several times for its own."""
 
 
 class OutputText:
@@ -32,7 +85,9 @@ class OutputText:
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int] = ()) -> None:
-        self._tokenizer, self._params, self._stops = tokenizer, params, params.stop or ()
+        self._tokenizer, self._params = tokenizer, params
+        self._stops = automaton(tuple(params.stop)) if params.stop else None
+        self._state = 0
         self._pieces = Detokenizer(
             tokenizer,
             skip_special_tokens=params.skip_special_tokens,
@@ -74,19 +129,17 @@ class OutputText:
             fresh: follows the held text.
             seen: it is part of the text that is returned.
         """
-        if not self._stops:
+        if self._stops is None:
             return fresh
         text, known = self._held + fresh, len(self._held)
         self._seen += [seen] * len(fresh)
-        if fresh and self.count > self._params.min_tokens:
-            places = [(text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in self._stops]
-            found = [(place + len(stop), place, stop) for place, stop in places if place >= 0]
-            if found:
-                end, begin, self.stop = min(found)
-                self._held = ""
-                return "".join(compress(text[:begin], self._seen)) + (text[begin:end] if self._params.include_stop_str_in_output else "")
-        held = max((overlap(text, stop) for stop in self._stops), default=0)
-        final = len(text) - held
+        wanted = self.count > self._params.min_tokens
+        for place, character in enumerate(fresh, known + 1):
+            self._state = self._stops.step(self._state, character)
+            if wanted and (stop := self._stops.ends[self._state]):
+                self.stop, self._held, begin = stop, "", place - len(stop)
+                return "".join(compress(text[:begin], self._seen)) + (stop if self._params.include_stop_str_in_output else "")
+        final = len(text) - self._stops.held[self._state]
         shown = "".join(compress(text[:final], self._seen))
         self._held, self._seen = text[final:], self._seen[final:]
         return shown

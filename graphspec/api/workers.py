@@ -45,6 +45,11 @@ class Workers:
         return await asyncio.wrap_future(future)
 
     @property
+    def busy(self) -> bool:
+        """Whether a thread is at a job."""
+        return any(moment is not None for moment in self._began)
+
+    @property
     def stuck_seconds(self) -> float:
         """How long every thread has been at its present job; 0 while one is free."""
         began, now = list(self._began), time.perf_counter()

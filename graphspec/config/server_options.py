@@ -35,6 +35,9 @@ class ServerConfig:
     """Origins of web pages that may read answers (``https://app.example``), or ``*``: any. Empty: none."""
     access_log: str = "text"
     """A line on stderr for every request: ``text``, ``json`` or ``off``. It has figures, never a prompt or an output."""
+    special_tokens_in_text: str = "encode"
+    """What the text of a special token is in a prompt or a message: ``encode``: that token, as in vLLM; ``text``: ordinary text, so that
+    nobody who writes a part of a conversation can end it or begin another turn."""
     allow_priority: bool = False
     """Requests may have a ``priority`` other than 0, which lets them overtake those of other clients."""
     max_waiting: int = 256
@@ -49,6 +52,8 @@ class ServerConfig:
     """Time limit for receiving the headers of a request, and again for its body."""
     write_seconds: float = 60.0
     """Time limit for a client to read what was sent; then its request is aborted."""
+    grammar_seconds: float = 10.0
+    """Time limit for compiling the grammar of a request; one that takes longer is refused."""
     keep_alive_seconds: float = 5.0
     """How long a connection stays open after an answer."""
     drain_seconds: float = 60.0
@@ -57,11 +62,12 @@ class ServerConfig:
     def __post_init__(self) -> None:
         check_fields(self, "server", paths=("api_key_file",))
         one_of("server.access_log", self.access_log, ("text", "json", "off"))
+        one_of("server.special_tokens_in_text", self.special_tokens_in_text, ("encode", "text"))
         in_range("server.port", self.port, 0, 65535)
         in_range("server.max_waiting", self.max_waiting, 0, MOST_WAITING)
         in_range("server.max_body_bytes", self.max_body_bytes, 1, MOST_BYTES)
         in_range("server.max_tokens", self.max_tokens, 1, INT32_MOST)
-        for name in ("request", "read", "write", "keep_alive", "drain"):
+        for name in ("request", "read", "write", "grammar", "keep_alive", "drain"):
             in_range(f"server.{name}_seconds", getattr(self, f"{name}_seconds"), LEAST_SECONDS, MOST_SECONDS)
         for name in ("host", "model_name"):
             if getattr(self, name) == "":

@@ -33,6 +33,7 @@ from .answers import DONE, ChatWriter, CompletionWriter, Writer, spell, sse
 from .bodies import LARGE_BODY, MOST_VALUES, parse_json, read_body
 from .errors import ApiError, bad_field, from_engine, internal, unusable
 from .generation import Generation
+from .grammar_trials import GrammarTrials
 from .limits import ClientGone, Keys, Slots, check_bounds, check_prompt_sizes, unless_gone
 from .messages import conversation_of
 from .metrics import CONTENT_TYPE, Metrics
@@ -83,11 +84,13 @@ class Api:
         engine = llm.llm
         self.plan, self.tokenizer = engine.plan, engine.tokenizer
         waiting = options.max_waiting if self.plan.max_queued is None else self.plan.max_queued
+        self.trials = GrammarTrials(llm, options.grammar_seconds)
         self.slots = Slots(self.plan.max_rows + waiting)
         self.metrics = Metrics(model, self.plan, engine.load, engine.capture_report)
         self.most_values = max(MOST_VALUES, 2 * self.plan.max_context)
         # Reads the file once, before anybody waits for it.
         fewest_tokens("", self.tokenizer.folder)
+        self._plain = {"special_tokens_as_text": options.special_tokens_in_text == "text"}
         self._ping: asyncio.Future[None] | None = None
         self.most_tokens = min(options.max_tokens or self.plan.max_context, self.plan.max_context)
 
@@ -145,6 +148,10 @@ class Api:
 
         return checked
 
+    def close(self) -> None:
+        """End the process that the routes have started."""
+        self.trials.close()
+
     async def _refuse(self, request: Request, error: Exception) -> Response:
         """The response to an error."""
         if isinstance(error, HTTPException):
@@ -185,7 +192,9 @@ class Api:
         body = parse(CompletionBody, data)
         check_model(body.model, self.model)
         make = partial(CompletionWriter, body, self.model, self.tokenizer)
-        return Asked(body, body.prompts, make, body.params(self.most_tokens, self.plan.sampling_defaults, structured_of(body)))
+        return Asked(
+            body, body.prompts(**self._plain), make, body.params(self.most_tokens, self.plan.sampling_defaults, structured_of(body))
+        )
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
@@ -199,7 +208,7 @@ class Api:
         tools = read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
         make = partial(ChatWriter, body, self.model, self.tokenizer, tools=tools)
         params = body.params(self.most_tokens, self.plan.sampling_defaults, structured_of(body, tools), MARKS if tools.read else ())
-        return Asked(body, [conversation_of(body, tools)], make, params)
+        return Asked(body, [conversation_of(body, tools, **self._plain)], make, params)
 
     async def _answer(self, request: Request, asked: Asked) -> Response:
         """Serve a request; a stream begins once its prompts have been accepted."""
@@ -210,14 +219,18 @@ class Api:
             held.enter_context(self.slots.take(len(prompts) * params.n))
             options = {"priority": body.priority, "deadline": self.options.request_seconds, "cache_salt": body.cache_salt}
             with self.metrics.preparing("encoding" if params.structured is None else "compiling"):
-                begun = Generation.begin(self.llm, self.metrics, prompts, params, **options)
-                generation = await unless_gone(request.receive, begun)
+                generation = await unless_gone(request.receive, self._begin(prompts, params, options))
             record = record_of(request.scope)
             record.generation = generation
             writer = asked.make(generation)
             if body.stream:
                 return EventStream(self._events(writer, record), held.pop_all())
             return _json(await unless_gone(request.receive, _whole(writer)))
+
+    async def _begin(self, prompts: list[Prompt], params: SamplingParams, options: dict[str, Any]) -> Generation:
+        if params.structured is not None:
+            await self.trials.check(params.structured)
+        return await Generation.begin(self.llm, self.metrics, prompts, params, **options)
 
     async def _events(self, writer: Writer, record: Record) -> AsyncGenerator[bytes, None]:
         """The bytes of a stream. An error after the beginning is sent as the last event."""
@@ -273,7 +286,7 @@ class Api:
             check_model(body.model, self.model)
             if not self.tokenizer.has_chat_template:
                 raise bad_field("messages", "a checkpoint with a chat template", "one without")
-            conversation = conversation_of(body, read_tools(body.tools, body.tool_choice))
+            conversation = conversation_of(body, read_tools(body.tools, body.tool_choice), **self._plain)
             return length_of(conversation), partial(self.tokenizer.chat, conversation), False
         _only(data, "model", "prompt", "add_special_tokens", "return_token_strs")
         check_model(data.get("model"), self.model)
@@ -282,7 +295,7 @@ class Api:
             conform(name, value, bool, RequestError)
         text = check_text("prompt", data.get("prompt"))
         check_fits("prompt", text, self.tokenizer.folder, self.plan.max_context)
-        return len(text), partial(self.tokenizer.encode if special else self.tokenizer.words, text), spelled
+        return len(text), partial(self.tokenizer.encode if special else self.tokenizer.words, text, **self._plain), spelled
 
     async def detokenize(self, request: Request) -> Response:
         """``POST /detokenize``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import faulthandler
 import signal
 import socket
 import threading
@@ -19,6 +20,8 @@ from ..config.server_options import ServerConfig
 from ..errors import ConfigError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+LEAVE_SECONDS = 5.0
+"""After the requests have ended or were aborted, until the process is ended from outside."""
 
 
 def bind(options: ServerConfig) -> socket.socket:
@@ -118,7 +121,7 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=max(1, round(options.drain_seconds)),
         )
         super().__init__(config)
-        self._ready = ready
+        self._ready, self._options = ready, options
         self.draining = False
         """Whether it accepts nothing more and ends with its last request."""
 
@@ -136,12 +139,17 @@ class HttpServer(uvicorn.Server):
             return
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
-            loop.add_signal_handler(number, self.drain)
+            loop.add_signal_handler(number, self._end)
         try:
             yield
         finally:
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
+
+    def _end(self) -> None:
+        # Its timer needs no cooperation of what runs then, and says where that is.
+        faulthandler.dump_traceback_later(self._options.drain_seconds + LEAVE_SECONDS, exit=True)
+        self.drain()
 
     def drain(self) -> None:
         """Start draining; if it has started, end at once."""

@@ -48,7 +48,7 @@ class Bound:
 
 
 BOUNDS = (
-    Bound("stop", "every one is looked for after every token; OpenAI takes 4", 32, 1024),
+    Bound("stop", "an automaton is built of them; OpenAI takes 4", 32, 1024),
     Bound("stop_token_ids", "they have places in a row's parameters", 64, option="max_stop_ids"),
     Bound("bad_words", "every one is encoded twice", 128, 256, "max_bad_words"),
     Bound("logit_bias", "OpenAI's limit; a key is a token id", 300, 20, "max_logit_bias"),

@@ -16,8 +16,13 @@ ROLES = {"developer": "system"}
 """Newer names of roles, and the older ones that templates use."""
 
 
-def conversation_of(body: ChatBody, tools: Tools) -> Conversation:
+def conversation_of(body: ChatBody, tools: Tools, *, special_tokens_as_text: bool = False) -> Conversation:
     """The conversation of a request, for the checkpoint's template.
+
+    Args:
+        body: of the request.
+        tools: of the request.
+        special_tokens_as_text: texts of special tokens in it are text.
 
     Raises:
         ApiError: 400, a message with parts other than text, or with unknown keys.
@@ -29,6 +34,7 @@ def conversation_of(body: ChatBody, tools: Tools) -> Conversation:
         dict(body.chat_template_kwargs or {}),
         continued=body.continue_final_message,
         add_special_tokens=bool(body.add_special_tokens),
+        special_tokens_as_text=special_tokens_as_text,
     )
 
 

@@ -182,9 +182,11 @@ class CompletionBody(Body):
     def new_tokens(self, most: int) -> int:
         return min(COMPLETION_TOKENS, most) if self.max_tokens is None else self.max_tokens
 
-    @property
-    def prompts(self) -> list[Prompt]:
+    def prompts(self, *, special_tokens_as_text: bool) -> list[Prompt]:
         """Its prompts, one or several.
+
+        Args:
+            special_tokens_as_text: texts of special tokens in them are text.
 
         Raises:
             RequestError: neither texts nor token ids, or an empty list.
@@ -195,9 +197,13 @@ class CompletionBody(Body):
         fine = isinstance(given, list) and given
         if not fine or not all(isinstance(p, str) or (isinstance(p, list) and all(type(entry) is int for entry in p)) for p in given):
             raise RequestError("prompt", "a text, a list of texts, token ids, or a list of these", "something else")
-        if self.add_special_tokens is False:
-            return [TextPrompt(prompt=entry, add_special_tokens=False) if isinstance(entry, str) else entry for entry in given]
-        return list(given)
+        around = self.add_special_tokens is not False
+        return [
+            TextPrompt(prompt=entry, add_special_tokens=around, special_tokens_as_text=special_tokens_as_text)
+            if isinstance(entry, str)
+            else entry
+            for entry in given
+        ]
 
 
 @dataclass(kw_only=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,7 +42,7 @@ def run(config: LaunchConfig) -> int:
     with bind(options) as sock:
         with progress_bars(lines=True) as progress:
             api = load_api(config, keys, progress)
-        with api.llm.llm:
+        with api.llm.llm, closing(api):
             host, port = sock.getsockname()[:2]
             address = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
 
@@ -51,6 +52,11 @@ def run(config: LaunchConfig) -> int:
             server = HttpServer(api.app(hosts_of(options)), options, ready)
             with _logs(config.log):
                 asyncio.run(server.serve(sockets=[sock]))
+    if api.llm.busy:
+        # A thread inside a library's code can't be ended, and the interpreter would wait for it or crash.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     return 0
 
 

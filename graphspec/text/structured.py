@@ -70,6 +70,12 @@ class Structured:
         """Which of the six is set."""
         return self._given()[0]
 
+    @property
+    def size(self) -> str:
+        """Its kind and length, in words."""
+        given = getattr(self, self.kind)
+        return f"{sum(map(len, given)) if isinstance(given, str | tuple) else 0} characters"
+
     def _given(self) -> list[str]:
         return [name for name in KINDS if getattr(self, name) is not (False if name == "json_object" else None)]
 

@@ -19,7 +19,9 @@ from ..errors import CheckpointError, RequestError, spell_bytes
 from ..facts import read_tokenizer_config, special_token
 from ..facts.files import MOST_TOKENIZER, find_file, open_file
 from .call_history import check_calls, render_calls
+from .hidden_texts import HiddenTexts
 from .spelling import UNKNOWN, Spelling
+from .time_limit import LateError, time_limit
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -29,6 +31,8 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
 PROBE = "PROBE1ANSWER"
 """An answer that a chat template writes as it stands."""
+RENDER_SECONDS = 10.0
+"""Time limit for a chat template: far above what a long conversation takes. A template is a program of the checkpoint, and may not end."""
 WINDOW = 16
 """Tokens before an output that its text is read after."""
 
@@ -46,6 +50,7 @@ class Conversation:
         options: names that the template reads in addition, such as ``enable_thinking``.
         continued: the last message is the beginning of the answer, which goes on from there; otherwise a new turn of the assistant follows.
         add_special_tokens: put the special tokens around the text that a prompt gets, in addition to those that the template writes.
+        special_tokens_as_text: texts of special tokens in what is given here are text. The template sees something else in their places.
     """
 
     messages: Any
@@ -53,6 +58,7 @@ class Conversation:
     options: Mapping[str, Any] = field(default_factory=dict)
     continued: bool = False
     add_special_tokens: bool = False
+    special_tokens_as_text: bool = False
 
 
 def conversations(messages: Any) -> Conversation | list[Conversation]:
@@ -199,8 +205,9 @@ class Tokenizer:
         """
         turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": PROBE}]
         try:
-            text = self._renderer.apply_chat_template(turns * 2, tokenize=False) if self.has_chat_template else ""
-        except Exception as error:  # noqa: BLE001  what a template raises is said when a conversation needs it
+            with time_limit(RENDER_SECONDS):
+                text = self._renderer.apply_chat_template(turns * 2, tokenize=False) if self.has_chat_template else ""
+        except (Exception, LateError) as error:  # noqa: BLE001  what a template raises is said when a conversation needs it
             logger.debug("the chat template writes no finished answer: %s", _one_line(error))
             return None
         found = {self._special_at(after.lstrip()) for after in text.split(PROBE)[1:]}
@@ -212,27 +219,51 @@ class Tokenizer:
         """The longest special token that ``text`` begins with."""
         return max((name for name in self.special_tokens if name and text.startswith(name)), key=len, default=None)
 
-    def encode(self, text: str) -> list[int]:
+    @cached_property
+    def _plain(self) -> Library:
+        """The same tokenizer, to which the texts of special tokens are text."""
+        library = copy.deepcopy(self.library)
+        library.encode_special_tokens = True
+        return library
+
+    def encode(self, text: str, *, special_tokens_as_text: bool = False) -> list[int]:
         """Token ids of a text, with the special tokens that the tokenizer puts around every text.
+
+        Args:
+            text: the text.
+            special_tokens_as_text: where it has the text of a special token, that is text.
 
         Raises:
             RequestError: text that UTF-8 can't hold.
         """
-        return self._encode(check_text("prompt", text), special=True)
+        return self._encode(check_text("prompt", text), special=True, plain=special_tokens_as_text)
 
-    def words(self, text: str) -> list[int]:
+    def words(self, text: str, *, special_tokens_as_text: bool = False) -> list[int]:
         """Token ids of a piece of text, without special tokens around it."""
-        return self._encode(text, special=False)
+        return self._encode(text, special=False, plain=special_tokens_as_text)
 
     def inside(self, text: str) -> list[int]:
         """Token ids of a piece of text in the middle of another: without the space that some tokenizers put in front of a text."""
         line, whole = self.words("\n"), self.words("\n" + text)
         return whole[len(line) :] if whole[: len(line)] == line else self.words(text)
 
-    def _encode(self, text: str, *, special: bool) -> list[int]:
+    def _encode(self, text: str, *, special: bool, plain: bool = False) -> list[int]:
+        library = self._plain if plain else self.library
         # Of the library's methods, only those for batches let other threads run.
-        [encoding] = self.library.encode_batch_fast([text], add_special_tokens=special)
+        [encoding] = library.encode_batch_fast([text], add_special_tokens=special)
         return list(encoding.ids)
+
+    def _encode_hidden(self, text: str, hidden: HiddenTexts, *, special: bool) -> list[int]:
+        """Token ids of a template's text. Special tokens where texts were hidden from it are spelled in other tokens."""
+        text, spans = hidden.restored(text)
+        if not spans:
+            return self._encode(text, special=special)
+        [encoding] = self.library.encode_batch([text], add_special_tokens=special)
+        found: list[int] = []
+        for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            own = token in self.special_ids and any(begin < last and first < end for first, last in spans)
+            found += self._encode(text[begin:end], special=False, plain=True) if own else [token]
+        return found
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids that the engine emitted or accepted, as they spell it: no space is tidied away."""
@@ -269,7 +300,8 @@ class Tokenizer:
         """
         from jinja2.exceptions import SecurityError, TemplateSyntaxError
 
-        messages = check_messages(conversation.messages)
+        hidden = HiddenTexts(self.special_tokens if conversation.special_tokens_as_text else ())
+        messages = check_messages(hidden.of(conversation.messages))
         where = f"{self.folder}: chat_template"
         if not self.has_chat_template:
             hint = "a base model has none: send it prompts, without chat"
@@ -282,18 +314,23 @@ class Tokenizer:
             return str(
                 self._renderer.apply_chat_template(
                     spelled,
-                    tools=conversation.tools,
+                    tools=hidden.of(conversation.tools),
                     add_generation_prompt=not conversation.continued,
                     continue_final_message=conversation.continued,
                     tokenize=False,
-                    **conversation.options,
+                    **hidden.of(dict(conversation.options)),
                 )
             )
 
         try:
-            return self._encode(render_calls(messages, render), special=conversation.add_special_tokens)
+            with time_limit(RENDER_SECONDS):
+                text = render_calls(messages, render)
+            return self._encode_hidden(text, hidden, special=conversation.add_special_tokens)
         except RequestError:
             raise
+        except LateError as error:
+            expected = f"a conversation that the checkpoint's chat template writes in {RENDER_SECONDS:g} s"
+            raise RequestError("messages", expected, "one that takes longer") from error
         except (TemplateSyntaxError, SecurityError) as error:
             raise CheckpointError(where, "a template that jinja takes, in its sandbox", _one_line(error)) from error
         except Exception as error:  # templates refuse conversations by exceptions of their own, and trip over unforeseen ones
@@ -447,5 +484,5 @@ def _own_code(folder: Path) -> str | None:
     return None
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

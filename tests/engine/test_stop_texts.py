@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphspec.api.llm import LLM, SamplingParams
-from graphspec.api.stops import OutputText, StopCheck
+from graphspec.api.stops import OutputText, StopCheck, StopTexts, overlap
 from graphspec.errors import RequestError
 from graphspec.plan.buffers import Status
 from tests.support.engines import CHAIN, TREE, Pair, add_tokenizer, continued, mirror_pair, prompts, watch_schedulers, words
@@ -56,6 +56,37 @@ def stopped(tokens: list[int], params: SamplingParams) -> tuple[str, int, str | 
                     stop = max(found, key=len)
                     return text[: end if params.include_stop_str_in_output else end - len(stop)], count, stop
     return text, len(tokens), None
+
+
+@given(st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=8), st.text("abc", max_size=30))
+def test_the_automaton_equals_the_naive_search(stops: list[str], text: str) -> None:
+    found, state = StopTexts(stops), 0
+    for place, character in enumerate(text, 1):
+        state, seen = found.step(state, character), text[:place]
+        assert found.ends[state] == max((stop for stop in stops if seen.endswith(stop)), key=len, default="")
+        assert found.held[state] == max(overlap(seen, stop) for stop in stops)
+
+
+def test_the_work_does_not_grow_with_the_number_of_stop_texts() -> None:
+    """Steps and falls together are at most two for each character."""
+
+    class Counting(StopTexts):
+        steps = 0
+
+        def step(self, state: int, character: str) -> int:
+            while state and character not in self._children[state]:
+                Counting.steps += 1
+                state = self._fail[state]
+            Counting.steps += 1
+            return self._children[state].get(character, 0)
+
+    text = "ab" * 2000
+    for count in (1, 32):
+        found, state = Counting(["ab" * (10 + place) + "c" for place in range(count)]), 0
+        Counting.steps = 0
+        for character in text:
+            state = found.step(state, character)
+        assert Counting.steps <= 2 * len(text)
 
 
 @given(

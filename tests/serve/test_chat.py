@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from graphspec import SamplingParams
+from graphspec import LLM, SamplingParams
 from graphspec.api import stops
+from graphspec.api.llm import model_folder
 from graphspec.text.tokenizer import Detokenizer
+from tests.support.serving import serving
 
 if TYPE_CHECKING:
-    from graphspec.api.llm import LLM
+    from pathlib import Path
+
     from tests.support.serving import Served
 
 PATH = "/v1/chat/completions"
@@ -125,3 +129,21 @@ def test_calls_in_the_text_are_answered_as_calls(server: Served, monkeypatch: py
     # Nothing is looked for where no calls were offered.
     [choice] = server.chat(**body | {"tool_choice": "none"})["choices"]
     assert choice["message"]["content"].count("<tool_call>") == 2 and choice["finish_reason"] == "stop"
+
+
+def test_special_tokens_in_text_by_option(tmp_path: Path) -> None:
+    """In messages, prompts and where ids are asked for; the template's own stay what they are."""
+    folder = tmp_path / "demo"
+    shutil.copytree(model_folder("demo"), folder)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}<|endoftext|>{% endfor %}")
+    [name, token], found = ["<|endoftext|>", 0], []
+    bodies: list[dict[str, Any]] = [{"prompt": f"a{name}b"}, {"messages": [{"role": "user", "content": f"a{name}b"}]}]
+    with LLM(folder, variant="none", runtime="eager") as llm:
+        for option in ("encode", "text"):
+            with serving(llm, special_tokens_in_text=option) as server:
+                counts = [server.post("/tokenize", body).json()["tokens"].count(token) for body in bodies]
+                routes = (server.complete, server.chat)
+                ids = [route(**body, max_tokens=1, return_token_ids=True) for route, body in zip(routes, bodies, strict=True)]
+                assert [each["choices"][0]["prompt_token_ids"].count(token) for each in ids] == counts
+                found.append(counts)
+    assert found == [[1, 2], [0, 1]]

@@ -91,6 +91,7 @@ class Served:
         self.thread.join(PATIENCE)
         assert not self.thread.is_alive()
         self.client.close()
+        self.api.close()
 
 
 def served(response: httpx2.Response) -> dict[str, Any]:
