@@ -1,7 +1,7 @@
 """How a checkpoint's weights are quantised: ``quantization_config`` of ``config.json``, or ``hf_quant_config.json`` next to it.
 
 The formats are told apart by the tensors that a layer has (:mod:`graphspec.weights.quantised`). What is read here is what tensors don't
-say: the method, the bits of a code, and whether a stored zero point is one too low. Everything that would change the computation and
+say: the method, and whether a stored zero point is one too low. Everything that would change the computation and
 isn't supported is refused here, before a tensor is read.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from ..config.checks import brief
 from ..errors import CheckpointError
-from .files import MOST_CONFIG, find_file, read_json
+from .files import MOST_CONFIG, find_file, plain, read_json
 from .keys import is_integer
 
 METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "modelopt")
@@ -35,13 +35,11 @@ class Quantisation:
 
     Attributes:
         method: one of :data:`METHODS`.
-        bits: of a code of GPTQ and AWQ; else 0.
         zero_offset: what is added to a stored zero point: 1 in GPTQ's first version.
         block: rows and channels of a block that has one scale, where scales belong to blocks.
     """
 
     method: str
-    bits: int = 0
     zero_offset: int = 0
     block: tuple[int, int] | None = None
 
@@ -123,18 +121,31 @@ def _compressed_tensors(values: Mapping[str, Any], key: str) -> Quantisation:
 
 
 def _gptq(values: Mapping[str, Any], key: str) -> Quantisation:
-    bits = _one_of(values, key, "bits", (4, 8), None)
-    version = _one_of(values, key, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-    if values.get("dynamic") not in (None, {}):
-        raise CheckpointError(f"{key}.dynamic", "none: all layers of one kind", brief(values["dynamic"]))
-    return Quantisation("gptq", bits, int(version == "gptq"))
+    _one_of(values, key, "bits", (4, 8), None)
+    version = _layout(values, key, "checkpoint_format", ("gptq", "gptq_v2"))
+    dynamic = values.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping):
+        raise CheckpointError(f"{key}.dynamic", "null, or an object of patterns", brief(dynamic))
+    for pattern, changes in dynamic.items():
+        # Which layers a pattern means, and that they are left in full precision, is seen in their tensors.
+        if isinstance(changes, Mapping) and "bits" in changes:
+            _one_of(changes, f"{key}.dynamic.{plain(pattern)}", "bits", (4, 8), None)
+    return Quantisation("gptq", int(version == "gptq"))
 
 
 def _awq(values: Mapping[str, Any], key: str) -> Quantisation:
-    version = values.get("version", "gemm")
-    if not isinstance(version, str) or version.lower() != "gemm":
-        raise CheckpointError(f"{key}.version", "gemm", brief(version), LOADS)
-    return Quantisation("awq", _one_of(values, key, "bits", (4,), None))
+    _layout(values, key, "version", ("gemm",))
+    _one_of(values, key, "bits", (4,), None)
+    return Quantisation("awq")
+
+
+def _layout(values: Mapping[str, Any], key: str, older: str, allowed: tuple[str, ...]) -> str:
+    """The layout of the words, which newer files have under ``format``; the older name decides where both are there. Default: the first."""
+    name = older if values.get(older) is not None or values.get("format") is None else "format"
+    found = values.get(name) if values.get(name) is not None else allowed[0]
+    if not isinstance(found, str) or found.lower() not in allowed:
+        raise CheckpointError(f"{key}.{name}", "one of " + ", ".join(allowed), brief(found), LOADS)
+    return found.lower()
 
 
 def _modelopt(values: Mapping[str, Any], key: str) -> Quantisation:

@@ -195,6 +195,13 @@ class Checkpoint:
         file, stored = self._tensors[name]
         return self._open(file).part(stored, dim, begin, length)
 
+    def _rows_reader(self, name: str) -> Callable[[int, int], Tensor]:
+        """A function from ``begin, length`` to rows of an existing tensor, as :meth:`raw` has them. Codes are read once."""
+        if name not in self._codes:
+            return lambda begin, length: self.part(name, 0, begin, length)
+        weight = PackedWeight((self.codes(name),), torch.float32)
+        return lambda begin, length: weight.lookup(torch.arange(begin, begin + length))
+
     def equals(self, name: str, other: Checkpoint, theirs: str, *, rounded: bool = False) -> bool:
         """Whether an existing tensor holds the same numbers as one of ``other``. Both are read in parts, up to the first that differs.
 
@@ -204,10 +211,11 @@ class Checkpoint:
         if shape != other.shape(theirs):
             return False
         ours_fits = theirs_fits = True
+        read, read_theirs = self._rows_reader(name), other._rows_reader(theirs)
         step = max(1, _COMPARED // max(1, math.prod(shape[1:])))
         for begin in range(0, shape[0], step):
             length = min(step, shape[0] - begin)
-            mine, their = self.part(name, 0, begin, length), other.part(theirs, 0, begin, length)
+            mine, their = read(begin, length), read_theirs(begin, length)
             ours_fits = ours_fits and torch.equal(mine.to(their.dtype), their)
             theirs_fits = ours_fits if mine.dtype == their.dtype else theirs_fits and torch.equal(their.to(mine.dtype), mine)
             if not (ours_fits or theirs_fits if rounded else ours_fits and theirs_fits):

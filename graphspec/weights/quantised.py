@@ -274,12 +274,15 @@ def _pairs(nibbles: Tensor) -> Tensor:
 
 def _gptq(layer: Layer, quantisation: Quantisation) -> Codes:
     """Words along the channels, but transposed; zero points along the outputs, in the first version one too low."""
-    bits, per_word = quantisation.bits, 32 // quantisation.bits
     words, outputs = layer.need("qweight", dtypes=WORDS)
-    channels = words * per_word
+    _, zero_words = layer.need("qzeros", dtypes=WORDS)
+    bits = next((bits for bits in (4, 8) if zero_words == -(-outputs * bits // 32)), 0)
+    if not bits:
+        raise layer.error("qzeros", f"words of 4 or 8 bits for each of {outputs} outputs")
+    channels = words * 32 // bits
     groups, _ = layer.need("scales", dtypes=FLOAT_SCALES)
     layer.need("scales", (groups, outputs))
-    layer.need("qzeros", (groups, -(-outputs // per_word)), dtypes=WORDS)
+    layer.need("qzeros", (groups, zero_words))
     if "g_idx" in layer.parts:
         layer.need("g_idx", (channels,), dtypes=("I32", "I64"))
     group = _group(layer, channels, groups, "scales")

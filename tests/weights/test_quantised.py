@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 
 from graphspec import LLM, SamplingParams
 from graphspec.errors import CheckpointError
 from graphspec.facts import read_model_facts
+from graphspec.models.checkpoint import Checkpoint
 from graphspec.models.decoder import Decoder
 from graphspec.models.packed_weight import PackedWeight
 from graphspec.models.target import load_target
-from tests.support.checkpoints import build_hf, edit_json, write_hf
+from tests.support.checkpoints import VOCAB_SIZE, build_hf, edit_json, write_hf
 from tests.support.quantised_checkpoints import LAYOUTS, quantise
 
 PROMPTS = [[5, 9, 3, 22, 5, 9, 3], [40, 2, 17, 33, 8, 40, 2, 17]]
@@ -76,17 +79,30 @@ def test_engines_emit_the_tokens_of_transformers(layout: str, source: Path, tmp_
         assert [list(output.token_ids) for output in outputs] == expected
 
 
-def test_words_are_unpacked_as_compressed_tensors_does(source: Path, tmp_path: Path) -> None:
-    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+COMPRESSED = [name for name, (config, _) in LAYOUTS.items() if config["quant_method"] == "compressed-tensors"]
 
-    packed, _ = quantise(source, tmp_path, "pack-quantized-zeros")
-    tensors = load_file(packed / "model.safetensors")
-    prefix = "model.layers.0.self_attn.o_proj."
-    codes = unpack_from_int32(tensors[prefix + "weight_packed"], 4, torch.Size(tensors[prefix + "weight_shape"].tolist()))
-    scale = tensors[prefix + "weight_scale"]
-    zero = unpack_from_int32(tensors[prefix + "weight_zero_point"], 4, scale.shape, packed_dim=0)
-    numbers = (codes.float() - zero.float().repeat_interleave(16, 1)) * scale.float().repeat_interleave(16, 1)
-    assert torch.equal(projections(load(packed))["layers.0.self_attn.o_proj"], numbers)
+
+# Groups by ``weight_g_idx`` are published, but compressed-tensors itself has dropped them.
+@pytest.mark.parametrize("layout", [name for name in COMPRESSED if name != "pack-quantized-order"])
+def test_numbers_are_those_of_compressed_tensors(layout: str, source: Path, tmp_path: Path) -> None:
+    """Its decompression computes integers in the dtype of the scales, so these are float32 here, and rounds 4-bit floats to bfloat16."""
+    packed, _ = quantise(source, tmp_path, layout)
+    file, prefix = packed / "model.safetensors", "model.layers.0.self_attn.o_proj."
+    tensors = load_file(file)
+    own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    if own["weight_scale"].dtype == torch.bfloat16:
+        own["weight_scale"] = own["weight_scale"].float()
+        save_file(tensors | {f"{prefix}weight_scale": own["weight_scale"]}, file, metadata={"format": "pt"})
+    config = LAYOUTS[layout][0]
+    args = {"strategy": "group", "group_size": 16} | config["config_groups"]["group_0"]["weights"]
+    if args["strategy"] == "channel":
+        args["group_size"] = None
+    if config["format"].startswith("nvfp4"):
+        args["strategy"] = "tensor_group"
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**args), format=config["format"])
+    numbers = BaseCompressor.get_value_from_registry(config["format"]).decompress(own, scheme)["weight"]
+    assert numbers.dtype == (torch.bfloat16 if "fp4" in layout else torch.float32)
+    assert torch.equal(projections(load(packed, numbers.dtype))["layers.0.self_attn.o_proj"], numbers)
 
 
 def test_a_layer_may_have_projections_of_several_formats(source: Path, tmp_path: Path) -> None:
@@ -122,6 +138,57 @@ def test_rows_may_be_taken_in_any_order(source: Path, tmp_path: Path) -> None:
     assert torch.equal(weight.take(row).dequantise(), weight.dequantise()[row])
 
 
+@pytest.mark.parametrize("layout", ["gptq-v2", "gptq", "awq"])
+def test_newer_configurations_name_the_layout_format(layout: str, source: Path, tmp_path: Path) -> None:
+    """As transformers 5 and GPTQModel write them: a second version that was read as the first would have all zero points wrong."""
+    packed, plain = quantise(source, tmp_path, layout)
+    config = {key: value for key, value in LAYOUTS[layout][0].items() if key not in ("checkpoint_format", "version")}
+    edit_json(
+        packed / "config.json", quantization_config=config | {"format": {"gptq-v2": "GPTQ_V2", "gptq": "gptq", "awq": "gemm"}[layout]}
+    )
+    found, numbers = projections(load(packed)), projections(load(plain))
+    assert all(torch.equal(found[name], numbers[name]) for name in numbers)
+
+
+def test_layers_of_gptq_may_have_bits_of_their_own(source: Path, tmp_path: Path) -> None:
+    """``dynamic`` of GPTQModel: one projection in 8 bits, one left in full precision."""
+    (packed, plain), (eight, plain8) = (quantise(source, tmp_path, layout) for layout in ("gptq", "gptq-8"))
+    dynamic = {r"+:.*\.o_proj": {"bits": 8, "group_size": 32}, r"-:.*\.down_proj": {}}
+    edit_json(packed / "config.json", quantization_config=LAYOUTS["gptq"][0] | {"dynamic": dynamic})
+    numbers = load_file(plain / "model.safetensors")
+    for folder, wide in ((packed, eight), (plain, plain8)):
+        tensors, others = load_file(folder / "model.safetensors"), load_file(wide / "model.safetensors")
+        kept = {name: value for name, value in tensors.items() if ".o_proj." not in name and ".down_proj." not in name}
+        kept |= {name: value for name, value in others.items() if ".o_proj." in name}
+        kept |= {name: value for name, value in numbers.items() if ".down_proj." in name}
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    found, expected = projections(load(packed)), projections(load(plain))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_packed_head_beside_the_embedding_is_compared_by_its_numbers(same: bool, source: Path, tmp_path: Path) -> None:
+    """A config that ties, and both tensors there: the tensors decide, and codes are read once however many parts are compared."""
+    packed, _ = quantise(source, tmp_path, "float-quantized")
+    file = packed / "model.safetensors"
+    tensors = load_file(file)
+    codes, scale = torch.randn(VOCAB_SIZE, 64).to(torch.float8_e4m3fn), torch.full((VOCAB_SIZE, 1), 0.25)
+    other = codes.clone()
+    other.view(torch.uint8)[-1, -1] ^= 0 if same else 1
+    for name, value in (("lm_head.", codes), ("model.embed_tokens.", other)):
+        tensors |= {f"{name}weight": value, f"{name}weight_scale": scale.clone()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    edit_json(packed / "config.json", tie_word_embeddings=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("graphspec.models.checkpoint._COMPARED", 64 * 8)
+        reads: list[str] = []
+        whole = Checkpoint.codes
+        patch.setattr(Checkpoint, "codes", lambda self, name, **more: reads.append(name) or whole(self, name, **more))
+        model = load(packed)
+    assert (model.lm_head.weight is model.embed_tokens.weight) == same
+    assert max(reads.count(name) for name in ("lm_head.weight", "model.embed_tokens.weight")) <= 2
+
+
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "method": ({"quant_method": "bitsandbytes"}, r"quant_method: expected one of fp8.*found 'bitsandbytes'"),
     "no object": (["fp8"], "quantization_config: expected an object"),
@@ -130,7 +197,13 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "format": ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format: expected one of float-quantized"),
     "rotated": ({"quant_method": "compressed-tensors", "transform_config": {"x": 1}}, "transform_config: expected none"),
     "sparse": ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
-    "version": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version: expected gemm, found 'gemv'"),
+    "newer name": ({"quant_method": "gptq", "bits": 4, "format": "marlin"}, r"\.format: expected one of gptq, gptq_v2, found 'marlin'"),
+    "bits of a pattern": (
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*o_proj": {"bits": 3}}},
+        r"dynamic.*o_proj.*bits: expected one of 4, 8, found 3",
+    ),
+    "newer name of awq": ({"quant_method": "awq", "bits": 4, "format": "llm-awq"}, r"\.format: expected one of gemm"),
+    "version": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version: expected one of gemm, found 'gemv'"),
     "block": ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size: expected null, or rows and channels"),
     "algorithm": ({"quant_algo": "W4A8_AWQ"}, "quant_algo: expected one of FP8"),
     "cache of modelopt": ({"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, "kv_cache_quant_algo: expected null"),
