@@ -172,7 +172,7 @@ def quantise(source: Path, folder: Path, layout: str, *, seed: int = 0) -> tuple
     numbers: dict[str, Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
         if not name.endswith("_proj.weight"):
-            tensors[name] = numbers[name] = tensor.float()
+            tensors[name] = numbers[name] = tensor.float() if tensor.is_floating_point() else tensor
             continue
         made, numbers[name] = make((tensor.shape[0], tensor.shape[1]), generator)
         tensors |= {name.removesuffix("weight") + part: value.contiguous() for part, value in made.items()}
