@@ -91,7 +91,8 @@ class Checkpoint:
                 return self._shards(self.path / index)
         expected = " or ".join(name for kind in _KINDS for name in kind)
         found = sorted(file.name for pattern in ("*.safetensors", "*.bin", "*.pt", "*.gguf") for file in self.path.glob(pattern))
-        raise CheckpointError(str(self.path), expected, ", ".join(found) or "none of them")
+        hint = next((f"model.path={self.path / name}" for name in found if name.endswith(".gguf")), "")
+        raise CheckpointError(str(self.path), expected, ", ".join(found) or "none of them", hint)
 
     def _shards(self, index: Path) -> dict[str, Path]:
         shards = {name: self.path / file for name, file in read_shards(index).items()}

@@ -322,8 +322,9 @@ def test_missing_and_truncated_files(checkpoint: Path) -> None:
     file.unlink()
     assert refused(checkpoint).found == "none of them"
     assert "pytorch_model.bin.index.json" in str(refused(checkpoint).expected)
-    (checkpoint / "model.gguf").write_bytes(b"")
-    assert refused(checkpoint).found == "model.gguf"
+    (checkpoint / "tiny-Q4_0.gguf").write_bytes(b"")
+    error = refused(checkpoint)
+    assert error.found == "tiny-Q4_0.gguf" and error.hint == f"model.path={checkpoint / 'tiny-Q4_0.gguf'}"
 
 
 def as_pickles(folder: Path, *, shards: int = 1, **options: Any) -> dict[str, torch.Tensor]:
