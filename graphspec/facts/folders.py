@@ -84,4 +84,7 @@ def _existing(key: str, folder: Path) -> Path:
     if not folder.is_dir():
         found = f"{'a file' if folder.exists() else 'nothing there'}: {brief(str(folder), LONG)}"
         raise CheckpointError(key, "a folder with a Hugging Face checkpoint", found)
+    if not (folder / "config.json").exists() and (inside := sorted(folder.glob("*.gguf"))):
+        expected = "a folder with a config.json, or a GGUF file"
+        raise CheckpointError(key, expected, f"a folder of GGUF files: {brief(str(folder), LONG)}", f"{key}={inside[0]}")
     return folder

@@ -147,13 +147,15 @@ def read_header(file: Path) -> GgufHeader:
             metadata[key] = reader.value(reader.number("I", key), key)
         found = [_tensor(reader, place) for place in range(tensors)]
         alignment = metadata.get(ALIGNMENT, 32)
-        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise reader.error(ALIGNMENT, "a power of two", brief(alignment))
+        if type(alignment) is not int or alignment < 8 or alignment & (alignment - 1):
+            raise reader.error(ALIGNMENT, "a power of two, at least 8", brief(alignment))
         begin = -(-reader.at // alignment) * alignment
         placed: dict[str, GgufTensor] = {}
         for name, shape, kind, offset in found:
             if name in placed:
                 raise reader.error(name, "each tensor once", "a second one")
+            if offset % alignment:
+                raise reader.error(name, f"an offset that is a multiple of {alignment}", offset)
             type_, channels, size = BLOCKS[kind]
             elements = 1
             for extent in shape:
@@ -182,11 +184,17 @@ def _tensor(reader: _Reader, place: int) -> tuple[str, tuple[int, ...], int, int
 
 
 def parts_of(file: Path) -> list[Path]:
-    """The files of a model, in order: those of a split one by the numbers in their names."""
+    """The files of a model, in order: those of a split one by the numbers in their names.
+
+    Raises:
+        CheckpointError: the number of a part that a model of so many parts doesn't have.
+    """
     match = _SPLIT.fullmatch(file.name)
     if match is None:
         return [file]
-    stem, _, count = match.groups()
+    stem, part, count = match.groups()
+    if not 1 <= int(part) <= int(count):
+        raise CheckpointError(str(file), f"a part from 1 to {int(count)}, as its name says", f"part {int(part)}")
     return [file.with_name(f"{stem}-{part:05d}-of-{count}.gguf") for part in range(1, int(count) + 1)]
 
 

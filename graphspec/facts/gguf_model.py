@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import struct
 import tempfile
 from collections.abc import Callable
@@ -16,15 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from ..config.checks import LONG, brief
-from ..errors import CheckpointError
-from ..host.native_build import cache_folder
+from ..config.paths import reason
+from ..errors import CheckpointError, ResourceError
+from ..host.native_build import ELSEWHERE, cache_folder
 from .files import find_file
 from .gguf import ARCHITECTURE, GgufHeader, parts_of, read_headers
 from .gguf_tokenizer import chat_templates, ends_of, read_gguf_tokenizer, special_ids
 
 WEIGHTS = "model.gguf"
 """Name of the first file in the folder; the others of a split model are next to it."""
-LAYOUT = 1
+LAYOUT = 2
 """Of the folder; counts up when something else is written into it."""
 
 
@@ -35,11 +37,13 @@ class Architecture:
     Attributes:
         name: of the class in transformers.
         interleaved: query and key heads have the halves of a rotation next to each other, as the first Llama had them.
+        windowed: its class in transformers with a sliding window; None: there is none.
         config: keys of ``config.json`` that don't follow from the metadata.
     """
 
     name: str
     interleaved: bool = False
+    windowed: str | None = None
     config: Callable[[GgufHeader], dict[str, Any]] = lambda _: {}
 
 
@@ -52,17 +56,26 @@ def _qwen3(header: GgufHeader) -> dict[str, Any]:
 
 
 ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", True, _llama),
+    "llama": Architecture("LlamaForCausalLM", True, "MistralForCausalLM", _llama),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM", config=_qwen3),
 }
 """By ``general.architecture``."""
+NEUTRAL: dict[str, tuple[float, ...]] = {
+    "attention.value_length": (), "attention.scale": (0,), "attention.clamp_kqv": (0,), "attention.max_alibi_bias": (0,),
+    "attention.causal": (1,), "attn_logit_softcapping": (0,), "final_logit_softcapping": (0,), "logit_scale": (0, 1),
+    "embedding_scale": (0, 1), "residual_scale": (0, 1), "use_parallel_residual": (0,), "expert_count": (0,),
+    "rope.scaling.attn_factor": (0, 1), "rope.scaling.yarn_attn_factor": (1,), "rope.scaling.yarn_ext_factor": (-1, 1),
+    "rope.scaling.yarn_log_multiplier": (0,),
+}  # fmt: skip
+"""Keys that would change the computation, and the values with which they don't. A width of values is neutral if it is that of keys."""
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
+_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.(\w+)")
 _FREQUENCIES = "rope_freqs.weight"
 """Divisors of the frequencies of a scaled rotation."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -76,9 +89,9 @@ def architecture_of(header: GgufHeader) -> Architecture:
         CheckpointError: an architecture that doesn't load.
     """
     name = header.metadata.get(ARCHITECTURE)
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise header.error(ARCHITECTURE, "one of " + ", ".join(ARCHITECTURES), "others load from safetensors")
-    return ARCHITECTURES[str(name)]
+    return ARCHITECTURES[name]
 
 
 def hf_name(header: GgufHeader, name: str) -> str | None:
@@ -92,9 +105,9 @@ def hf_name(header: GgufHeader, name: str) -> str | None:
     stem, _, leaf = name.rpartition(".")
     if stem in _NAMES and leaf in ("weight", "bias"):
         return f"{_NAMES[stem]}.{leaf}"
-    match stem.split("."):
-        case ["blk", layer, part] if part in _LAYER_NAMES and layer.isdecimal() and leaf in ("weight", "bias"):
-            return f"model.layers.{int(layer)}.{_LAYER_NAMES[part]}.{leaf}"
+    match = _LAYER.fullmatch(stem)
+    if match is not None and match[2] in _LAYER_NAMES and leaf in ("weight", "bias"):
+        return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{leaf}"
     raise CheckpointError(f"{header.file}: {brief(name, LONG)}", f"a tensor of {architecture_of(header).name}", "another one")
 
 
@@ -111,10 +124,10 @@ def row_order(header: GgufHeader, name: str) -> int | None:
 
 def _integer(header: GgufHeader, key: str, default: int | None = None) -> int:
     value = header.metadata.get(key, default)
-    if isinstance(value, list) and value and len(set(value)) == 1:
-        [value] = set(value)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise header.error(key, "a whole number, the same in every layer")
+    if isinstance(value, list) and value and all(entry == value[0] for entry in value):
+        value = value[0]
+    if type(value) is not int or value < 1:
+        raise header.error(key, "a whole number above 0, the same in every layer")
     return value
 
 
@@ -134,9 +147,8 @@ def config_of(headers: list[GgufHeader]) -> dict[str, Any]:
     """
     first = headers[0]
     row, arch = architecture_of(first), first.metadata[ARCHITECTURE]
-    if first.metadata.get(f"{arch}.expert_count", 0):
-        raise first.error(f"{arch}.expert_count", "0: mixtures of experts load from safetensors")
     heads, width = _integer(first, f"{arch}.attention.head_count"), _integer(first, f"{arch}.embedding_length")
+    head_dim = _integer(first, f"{arch}.attention.key_length", max(width // heads, 1))
     names = {name for header in headers for name in header.tensors}
     merged = GgufHeader(first.file, first.metadata, {name: tensor for header in headers for name, tensor in header.tensors.items()})
     if "token_embd.weight" not in names:
@@ -149,57 +161,81 @@ def config_of(headers: list[GgufHeader]) -> dict[str, Any]:
         "num_hidden_layers": _integer(first, f"{arch}.block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": _integer(first, f"{arch}.attention.head_count_kv", heads),
-        "head_dim": _integer(first, f"{arch}.attention.key_length", width // max(heads, 1)),
+        "head_dim": head_dim,
         "rms_norm_eps": _number(first, f"{arch}.attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": _integer(first, f"{arch}.context_length"),
         "tie_word_embeddings": "output.weight" not in names,
         "hidden_act": "silu",
-        "rope_parameters": _rope(merged, arch),
+        "rope_parameters": _rope(headers, arch, head_dim),
         "dtype": "bfloat16",
         **special_ids(first),
         **row.config(merged),
     }
-    if (rotated := first.metadata.get(f"{arch}.rope.dimension_count", config["head_dim"])) != config["head_dim"]:
-        config["partial_rotary_factor"] = rotated / config["head_dim"]
+    if (rotated := _integer(first, f"{arch}.rope.dimension_count", head_dim)) != head_dim:
+        config["partial_rotary_factor"] = rotated / head_dim
+    _check_neutral(first, arch, head_dim)
     if ends := ends_of(first):
         config["eos_token_id"] = ends
     if window := first.metadata.get(f"{arch}.attention.sliding_window"):
-        config |= {"sliding_window": window, "use_sliding_window": True}
+        if row.windowed is None:
+            raise first.error(f"{arch}.attention.sliding_window", f"no sliding window in {row.name}")
+        config |= {"architectures": [row.windowed], "sliding_window": window}
     return config
 
 
-def _rope(header: GgufHeader, arch: str) -> dict[str, Any]:
+def _check_neutral(header: GgufHeader, arch: str, head_dim: int) -> None:
+    for name, values in NEUTRAL.items():
+        key, allowed = f"{arch}.{name}", values or (head_dim,)
+        if key in header.metadata and header.metadata[key] not in allowed:
+            hint = "mixtures of experts load from safetensors" if name == "expert_count" else ""
+            raise header.error(key, " or ".join(f"{value:g}" for value in allowed), hint)
+
+
+def _rope(headers: list[GgufHeader], arch: str, head_dim: int) -> dict[str, Any]:
+    header = headers[0]
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _number(header, f"{arch}.rope.freq_base", 10000.0)}
-    kind = header.metadata.get(f"{arch}.rope.scaling.type", "none")
+    factor = f"{arch}.rope.scaling.factor"
+    if factor not in header.metadata and f"{arch}.rope.scale_linear" in header.metadata:
+        factor = f"{arch}.rope.scale_linear"
+    kind = header.metadata.get(f"{arch}.rope.scaling.type", "linear" if header.metadata.get(factor, 0) else "none")
     if kind not in ("none", "linear", "yarn"):
         raise header.error(f"{arch}.rope.scaling.type", "one of none, linear, yarn")
     if kind != "none":
-        rope |= {"rope_type": kind, "factor": _number(header, f"{arch}.rope.scaling.factor")}
+        rope |= {"rope_type": kind, "factor": _number(header, factor)}
     if kind == "yarn":
         rope["original_max_position_embeddings"] = _integer(header, f"{arch}.rope.scaling.original_context_length")
-    if _FREQUENCIES in header.tensors:
-        rope |= {"rope_type": "llama3", **_LLAMA3, "factor": _llama3_factor(header, rope["rope_theta"])}
+        for name in ("beta_fast", "beta_slow"):
+            if (key := f"{arch}.rope.scaling.yarn_{name}") in header.metadata:
+                rope[name] = _number(header, key)
+    for holder in headers:
+        if _FREQUENCIES in holder.tensors:
+            if kind != "none":
+                raise header.error(f"{arch}.rope.scaling.type", f"none next to {_FREQUENCIES}")
+            rope |= {"rope_type": "llama3", **_LLAMA3, "factor": _llama3_factor(holder, rope["rope_theta"], head_dim)}
     return rope
 
 
-def _llama3_factor(header: GgufHeader, theta: float) -> float:
-    """The factor of Llama 3's scaling, whose divisors the file has.
+def _llama3_factor(header: GgufHeader, theta: float, head_dim: int) -> float:
+    """The factor of Llama 3's scaling, whose divisors this file has.
 
     Raises:
         CheckpointError: divisors of another scaling.
     """
-    tensor = header.tensors[_FREQUENCIES]
-    file = header.file
+    file, tensor = header.file, header.tensors[_FREQUENCIES]
+    if tensor.type != "F32" or tensor.shape != (head_dim // 2,):
+        raise CheckpointError(f"{file}: {_FREQUENCIES}", f"F32 of shape {[head_dim // 2]}", f"{tensor.type} of shape {list(tensor.shape)}")
     with file.open("rb") as stream:
         stream.seek(tensor.begin)
         found = struct.unpack(f"<{tensor.nbytes // 4}f", stream.read(tensor.nbytes))
     factor, count = max(found), len(found)
+    if not factor >= 1 or not theta > 1:
+        raise CheckpointError(f"{file}: {_FREQUENCIES}", "divisors of at least 1, and a base above 1", f"{factor:g}, {theta:g}")
     original, low, high = (_LLAMA3[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"))
     for place, divisor in enumerate(found):
         length = 2 * math.pi * theta ** (place / count)
         smooth = (original / length - low) / (high - low)
         wanted = 1.0 if length < original / high else factor if length > original / low else 1 / ((1 - smooth) / factor + smooth)
-        if abs(divisor / wanted - 1) > 1e-3:
+        if not abs(divisor / wanted - 1) <= 1e-3:  # nor a NaN
             raise CheckpointError(f"{file}: {_FREQUENCIES}", "the divisors of Llama 3's scaling", f"{divisor:g} at {place}, not {wanted:g}")
     return round(factor, 4)
 
@@ -225,7 +261,7 @@ def gguf_folder(file: Path) -> Path:
 
     Raises:
         CheckpointError: the file can't be read, or its model or tokenizer isn't supported.
-        ResourceError: there is no cache folder.
+        ResourceError: there is no cache folder, or it can't be written.
     """
     parts = parts_of(file)
     headers, parts = read_headers(parts), [part.resolve() for part in parts]
@@ -233,7 +269,17 @@ def gguf_folder(file: Path) -> Path:
     folder = cache_folder() / "gguf" / f"{file.stem[:80]}-{hashlib.sha256(json.dumps(stamp).encode()).hexdigest()[:16]}"
     if (folder / "config.json").is_file():
         return folder
-    config, tokenizer, templates = config_of(headers), read_gguf_tokenizer(headers[0]), chat_templates(headers[0])
+    config, tokenizer = config_of(headers), read_gguf_tokenizer(headers[0])
+    if tokenizer is not None and (templates := chat_templates(headers[0])):
+        tokenizer[1]["chat_template"] = templates
+    try:
+        _write(folder, parts, config, tokenizer)
+    except OSError as error:
+        raise ResourceError("cache folder", f"a place where {folder} can be written", reason(error), ELSEWHERE) from error
+    return folder
+
+
+def _write(folder: Path, parts: list[Path], config: dict[str, Any], tokenizer: tuple[dict[str, Any], dict[str, Any]] | None) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Written whole, then moved to its place: another process may look for it at the same time.
     with tempfile.TemporaryDirectory(dir=folder.parent) as made:
@@ -241,15 +287,11 @@ def gguf_folder(file: Path) -> Path:
         made_folder.mkdir()
         for place, part in enumerate(parts):
             weights_file(made_folder, place).symlink_to(part)
-        if tokenizer is not None:
-            document, settings = tokenizer
-            (made_folder / "tokenizer.json").write_text(json.dumps(document, ensure_ascii=False), encoding="utf-8")
-            settings |= {"chat_template": templates} if templates else {}
-            (made_folder / "tokenizer_config.json").write_text(json.dumps(settings, ensure_ascii=False), encoding="utf-8")
+        for name, values in zip(("tokenizer.json", "tokenizer_config.json"), tokenizer or (), strict=False):
+            (made_folder / name).write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
         (made_folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
         try:
             made_folder.rename(folder)
         except OSError:
             if not (folder / "config.json").is_file():
                 raise
-    return folder

@@ -47,10 +47,11 @@ BEGINS_WITH_BOS = ("llama-bpe", "llama3")
 
 def _ids(header: GgufHeader, name: str) -> int | None:
     token = header.metadata.get(f"tokenizer.ggml.{name}_token_id")
-    count = len(header.metadata.get(_TOKENS) or ())
+    tokens = header.metadata.get(_TOKENS)
+    count = len(tokens) if isinstance(tokens, list) else 0
     if token is None or token == 2**32 - 1:
         return None
-    if not isinstance(token, int) or not 0 <= token < count:
+    if type(token) is not int or not 0 <= token < count:
         raise header.error(f"tokenizer.ggml.{name}_token_id", f"a token from 0 to {count - 1}")
     return token
 
@@ -94,7 +95,7 @@ def read_gguf_tokenizer(header: GgufHeader) -> tuple[dict[str, Any], dict[str, A
     if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
         raise CheckpointError(f"{header.file}: {_TOKENS}", "a list of texts", brief(type(tokens).__name__))
     types = header.metadata.get(_TYPES) or [1] * len(tokens)
-    if not isinstance(types, list) or len(types) != len(tokens):
+    if not isinstance(types, list) or len(types) != len(tokens) or not set(map(type, types)) <= {int}:
         raise CheckpointError(f"{header.file}: {_TYPES}", f"{len(tokens)} kinds", brief(types, 40))
     added = [
         {
@@ -106,10 +107,14 @@ def read_gguf_tokenizer(header: GgufHeader) -> tuple[dict[str, Any], dict[str, A
     ]  # fmt: skip
     document: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
     document |= _byte_pairs(header, tokens) if kind == "gpt2" else _sentence_pieces(header, tokens, types)
-    bos = _ids(header, "bos")
-    begins = header.metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or header.metadata.get(_PRE) in BEGINS_WITH_BOS)
-    if begins and bos is not None:
-        document["post_processor"] = _with_bos(tokens[bos], bos)
+    begins = _flag(header, "add_bos_token", kind == "llama" or header.metadata.get(_PRE) in BEGINS_WITH_BOS)
+    around = {
+        name: token
+        for name, wanted in (("bos", begins), ("eos", _flag(header, "add_eos_token", False)))
+        if wanted and (token := _ids(header, name)) is not None
+    }
+    if around:
+        document["post_processor"] = _around(tokens, around.get("bos"), around.get("eos"))
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for name in ("bos", "eos"):
         if (token := _ids(header, name)) is not None:
@@ -117,20 +122,27 @@ def read_gguf_tokenizer(header: GgufHeader) -> tuple[dict[str, Any], dict[str, A
     return document, settings
 
 
-def _with_bos(text: str, token: int) -> dict[str, Any]:
-    special = [{"SpecialToken": {"id": text, "type_id": number}} for number in (0, 1)]
-    texts = [{"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB")]
-    return {
-        "type": "TemplateProcessing",
-        "single": [special[0], texts[0]],
-        "pair": [special[0], texts[0], special[1], texts[1]],
-        "special_tokens": {text: {"id": text, "ids": [token], "tokens": [text]}},
-    }
+def _flag(header: GgufHeader, name: str, default: bool) -> bool:
+    value = header.metadata.get(f"tokenizer.ggml.{name}", default)
+    if value not in (True, False):
+        raise header.error(f"tokenizer.ggml.{name}", "true or false")
+    return bool(value)
+
+
+def _around(tokens: list[str], bos: int | None, eos: int | None) -> dict[str, Any]:
+    """Puts tokens around each text."""
+
+    def one(name: str, number: int) -> list[dict[str, Any]]:
+        before, after = ([{"SpecialToken": {"id": tokens[t], "type_id": number}}] if t is not None else [] for t in (bos, eos))
+        return [*before, {"Sequence": {"id": name, "type_id": number}}, *after]
+
+    special = {tokens[t]: {"id": tokens[t], "ids": [t], "tokens": [tokens[t]]} for t in (bos, eos) if t is not None}
+    return {"type": "TemplateProcessing", "single": one("A", 0), "pair": one("A", 0) + one("B", 1), "special_tokens": special}
 
 
 def _byte_pairs(header: GgufHeader, tokens: list[str]) -> dict[str, Any]:
     pre = header.metadata.get(_PRE, "default")
-    if pre not in PRE_TOKENIZERS:
+    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         raise header.error(_PRE, "one of " + ", ".join(PRE_TOKENIZERS))
     merges = header.metadata.get(_MERGES)
     if not isinstance(merges, list) or not all(isinstance(merge, str) and merge.count(" ") == 1 for merge in merges):
@@ -149,7 +161,7 @@ def _byte_pairs(header: GgufHeader, tokens: list[str]) -> dict[str, Any]:
 def _sentence_pieces(header: GgufHeader, tokens: list[str], types: list[int]) -> dict[str, Any]:
     """SentencePiece's byte-pair encoding: pairs merge in the order of the scores of what they make."""
     scores = header.metadata.get(_SCORES)
-    if not isinstance(scores, list) or len(scores) != len(tokens):
+    if not isinstance(scores, list) or len(scores) != len(tokens) or not set(map(type, scores)) <= {int, float}:
         raise CheckpointError(f"{header.file}: {_SCORES}", f"{len(tokens)} scores", brief(scores, 40))
     place = {token: number for number, token in enumerate(tokens)}
     merges = []

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..errors import CheckpointError
+from ..facts.files import plain
 from ..facts.gguf import BLOCKS, GgufTensor, read_headers
 from ..facts.gguf_model import hf_name, row_order
 from ..kernels.linear.packed import Packed
@@ -113,7 +115,7 @@ class GgufFile:
         files: of the model, in order.
 
     Raises:
-        CheckpointError: as :func:`graphspec.facts.gguf.read_headers`, or a tensor that the architecture doesn't have.
+        CheckpointError: as :func:`graphspec.facts.gguf.read_headers`, or a tensor that the architecture doesn't have, or not of this shape.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -125,8 +127,14 @@ class GgufFile:
             for tensor in header.tensors.values():
                 if (name := hf_name(headers[0], tensor.name)) is None:
                     continue
+                if tensor.type not in _FLOATS and len(tensor.shape) != 2:
+                    expected = f"a matrix, or one of {', '.join(_FLOATS)}"
+                    raise CheckpointError(f"{header.file}: {plain(tensor.name)}", expected, f"{tensor.type} of shape {list(tensor.shape)}")
                 self._tensors[name] = (header.file, tensor)
                 if (heads := row_order(headers[0], tensor.name)) is not None:
+                    if tensor.shape[0] % (2 * heads):
+                        expected = f"rows of {heads} heads of an even width"
+                        raise CheckpointError(f"{header.file}: {plain(tensor.name)}", expected, f"{tensor.shape[0]} rows")
                     self._orders[name] = torch.arange(tensor.shape[0]).view(heads, -1, 2).transpose(1, 2).flatten()
 
     def names(self) -> list[str]:
@@ -153,7 +161,7 @@ class GgufFile:
         found = {}
         for name, (_, tensor) in self._tensors.items():
             if tensor.type not in _FLOATS:
-                rows, channels = tensor.shape if len(tensor.shape) == 2 else (1, tensor.shape[0])
+                rows, channels = tensor.shape
                 found[name] = Codes((rows, channels), tensor.type, partial(self._packed, name), partial(self._outline, name))
         return found
 

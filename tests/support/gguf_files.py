@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,42 @@ def write_gguf(
     save_file(numbers, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
     return folder
+
+
+Stored = dict[str, tuple[np.ndarray[Any, Any], Type]]
+"""Tensors of a file as they lie there."""
+
+
+def copy_gguf(
+    source: Path, file: Path, change: Callable[[Stored], Stored] = lambda tensors: tensors,
+    metadata: dict[str, tuple[Any, ...]] | None = None, *, bare: bool = False,
+) -> Path:  # fmt: skip
+    """Write a file again, with other tensors and metadata.
+
+    Args:
+        source: to read.
+        file: to write.
+        change: gives the tensors of the copy.
+        metadata: keys to add or replace: value, kind, and kind of the entries of an array.
+        bare: of the source's metadata, copy nothing but the architecture.
+    """
+    reader = gguf.GGUFReader(source)
+    architecture = reader.fields["general.architecture"].contents()
+    values = {
+        field.name: (field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
+        for field in (() if bare else reader.fields.values())
+        if not field.name.startswith(("GGUF.", "general.architecture"))
+    }
+    writer = gguf.GGUFWriter(file, architecture)
+    for key, value in (values | (metadata or {})).items():
+        if key == "general.architecture":
+            writer.kv_data[0][key] = gguf.GGUFValue(*value)
+        else:
+            writer.add_key_value(key, *value)
+    for name, (data, kind) in change({each.name: (np.array(each.data), each.tensor_type) for each in reader.tensors}).items():
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file

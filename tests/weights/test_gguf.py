@@ -24,7 +24,7 @@ from graphspec.models.target import load_target
 from graphspec.text.tokenizer import Tokenizer
 from graphspec.weights.gguf import DECODE
 from tests.support.checkpoints import build_hf, write_hf
-from tests.support.gguf_files import blocks, write_gguf
+from tests.support.gguf_files import blocks, copy_gguf, write_gguf
 
 PROMPTS = [[5, 9, 3, 22, 5, 9, 3], [40, 2, 17, 33, 8, 40, 2, 17]]
 SIZES = {
@@ -96,22 +96,10 @@ def test_layers_hold_codes(sources: dict[str, Path], tmp_path: Path) -> None:
 def test_split_files_are_one_model(sources: dict[str, Path], tmp_path: Path) -> None:
     whole = tmp_path / "whole.gguf"
     write_gguf(sources["qwen3"], whole, MIXED, arch="qwen3")
-    reader = gguf.GGUFReader(whole)
     parts = [tmp_path / f"split-0000{part}-of-00002.gguf" for part in (1, 2)]
     for number, part in enumerate(parts):
-        writer = gguf.GGUFWriter(part, "qwen3")
-        for field in reader.fields.values() if number == 0 else ():
-            if not field.name.startswith(("GGUF.", "general.architecture")):
-                writer.add_key_value(field.name, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
-        writer.add_uint16("split.no", number)
-        writer.add_uint16("split.count", 2)
-        for place, tensor in enumerate(reader.tensors):
-            if place % 2 == number:
-                writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        split = {key: (value, gguf.GGUFValueType.UINT16) for key, value in (("split.no", number), ("split.count", 2))}
+        copy_gguf(whole, part, lambda t, number=number: dict(list(t.items())[number::2]), split, bare=number > 0)  # type: ignore[misc]
     outputs = []
     for file in (whole, parts[0]):
         llm = LLM(str(file), variant="none", runtime="eager", max_context=64, max_rows=1, buckets=[1])
@@ -172,6 +160,17 @@ def test_sentence_pieces_are_those_of_transformers(sources: dict[str, Path], tmp
 BAD_METADATA: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"llama.block_count": None}, "llama.block_count: expected a whole number"),
     "experts": ({"llama.expert_count": 8}, "expert_count: expected 0"),
+    "width of keys": ({"llama.attention.key_length": 0}, "key_length: expected a whole number above 0"),
+    "width of values": ({"llama.attention.value_length": 32}, "value_length: expected 64, found 32"),
+    "rotated part": ({"llama.rope.dimension_count": "x"}, "dimension_count: expected a whole number above 0"),
+    "scores": ({"llama.attention.scale": 2.0}, "attention.scale: expected 0, found 2.0"),
+    "logits": ({"llama.logit_scale": 2.0}, "logit_scale: expected 0 or 1, found 2.0"),
+    "clamp": ({"llama.attention.clamp_kqv": 1.0}, "clamp_kqv: expected 0, found 1.0"),
+    "attention factor": ({"llama.rope.scaling.attn_factor": 2.0}, "attn_factor: expected 0 or 1, found 2.0"),
+    "alignment": ({"general.alignment": 4}, "general.alignment: expected a power of two, at least 8, found 4"),
+    "list of pre-tokenizers": ({"tokenizer.ggml.pre": ["gpt-2"]}, "tokenizer.ggml.pre: expected one of default"),
+    "flag": ({"tokenizer.ggml.add_bos_token": "x"}, "add_bos_token: expected true or false, found 'x'"),
+    "kinds of tokens": ({"tokenizer.ggml.token_type": ["a"] * 61}, "token_type: expected 61 kinds"),
     "scaling": ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type: expected one of none, linear, yarn"),
     "tokenizer": ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model: expected gpt2 or llama, found 'bert'"),
     "pre-tokenizer": ({"tokenizer.ggml.pre": "jais"}, "tokenizer.ggml.pre: expected one of default"),

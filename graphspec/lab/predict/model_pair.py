@@ -52,9 +52,10 @@ def config_folder(path: str, revision: str | None = None) -> Path:
     """Folder of a config: the user's own, the demo model's, one of :func:`shape_names`, or of a model of the Hub, without its weights."""
     from ...facts.folders import SHIPPED, model_folder
 
-    if path in SHIPPED:
+    local = user_path("model.path", path)
+    if path in SHIPPED or local.is_dir() or (local.suffix == ".gguf" and local.is_file()):
         return model_folder(path, revision)
-    if not user_path("model.path", path).is_dir() and path in shape_names():
+    if path in shape_names():
         return SHAPES / path
     folder = checkpoint_folder("model.path", path, revision, weights=False)
     if folder.is_dir():
