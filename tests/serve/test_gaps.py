@@ -142,11 +142,10 @@ def test_others_wait_little_longer(url: str, clients: dict[str, Waits], name: st
         idle, beside = ({kind: len(waits.seconds) for kind, waits in clients.items()} for _ in range(2))
         wait_for(lambda idle=idle: all(len(clients[kind].seconds) > idle[kind] + 25 for kind in clients))
         beside = {kind: len(waits.seconds) for kind, waits in clients.items()}
-        with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
-            # It may refuse before it has read everything.
-            with suppress(OSError):
-                connection.sendall(INPUTS[name])
-                connection.recv(65536)
+        # It may refuse before it has read everything.
+        with suppress(OSError), socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
+            connection.sendall(INPUTS[name])
+            connection.recv(65536)
         wait_for(lambda beside=beside: all(len(clients[kind].seconds) > beside[kind] + 2 for kind in clients))
         for kind, waits in clients.items():
             calm = sorted(waits.seconds[idle[kind] : beside[kind]])
