@@ -120,6 +120,13 @@ def test_a_process_that_died_is_replaced(server: Served) -> None:
 
 def test_grammars_that_are_held_are_bounded(server: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request's grammar counts until it is dropped."""
+
+    def none_held() -> None:
+        # The engine keeps the requests of its last step until the next one.
+        server.complete(prompt="x", max_tokens=2)
+        wait_for(lambda: gc.collect() >= 0 and llm.grammars.held_bytes == 0)
+
+    none_held()
     stream = llm.submit("x", {"structured": Structured(json_schema=schema(7)), "max_tokens": 200})
     size = llm.grammars.held_bytes
     assert size > 0
@@ -131,9 +138,7 @@ def test_grammars_that_are_held_are_bounded(server: Served, llm: LLM, monkeypatc
     stream.abort()
     server.idle()
     del stream
-    # The engine keeps the requests of its last step until the next one.
-    server.complete(prompt="x", max_tokens=2)
-    wait_for(lambda: gc.collect() >= 0 and llm.grammars.held_bytes == 0)
+    none_held()
 
 
 def test_a_grammar_that_is_held_is_not_compiled_again(llm: LLM) -> None:
