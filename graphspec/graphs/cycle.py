@@ -375,9 +375,6 @@ class Cycle:
         for stage in program.on_host:
             stage.grammars = message.grammars
         program()
-        for stage in program.on_host:
-            # A grammar may be large, and belongs to its request.
-            stage.grammars = ()
         sampling = key.sampling
         scored = len(message.chunks[0].tokens) if sampling.prompt_logprobs and message.chunks else 0
         self._sent[slot] = (len(message.lanes), sampling.logprobs, scored)

@@ -256,6 +256,7 @@ class Program:
             self.replay()
         else:
             self.direct()
+<<<<<<< HEAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,3 +325,8 @@ class PreparedPrograms:
 def class_cost(sampling: SamplingClass) -> tuple[bool, int, int]:
     """Sort key of classes, cheapest first: those whose programs wait for the host come last, then by how much they compute."""
     return sampling.grammar, sum(getattr(sampling, name) is True for name in sampling.__slots__), sampling.logprobs
+=======
+        for stage in self.on_host:
+            # A grammar may be large, and lasts no longer than its request.
+            stage.grammars = ()
+>>>>>>> w-serve

@@ -140,7 +140,7 @@ def test_a_large_body_is_read_by_a_thread_of_its_own(server: Served, monkeypatch
 @pytest.mark.parametrize("prompt", ["w7 " * 300, ["w7 " * 300, "w8"]], ids=["alone", "with another"])
 def test_a_prompt_that_is_refused_is_encoded_once(server: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch, prompt: Any) -> None:
     encode, encoded = llm.tokenizer.encode, []
-    monkeypatch.setattr(llm.tokenizer, "encode", lambda text: [encoded.append(text), encode(text)][1])
+    monkeypatch.setattr(llm.tokenizer, "encode", lambda text, **options: [encoded.append(text), encode(text, **options)][1])
     error = refused(server.post(COMPLETIONS, {"prompt": prompt}))
     assert error["param"] == "prompt" and "tokens" in error["message"]
     assert encoded == ([prompt] if isinstance(prompt, str) else prompt)
@@ -149,7 +149,7 @@ def test_a_prompt_that_is_refused_is_encoded_once(server: Served, llm: LLM, monk
 def test_a_text_that_can_not_fit_is_not_encoded(server: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphspec.text.bounds._longest", lambda *_: 4)
     for name in ("encode", "words"):
-        monkeypatch.setattr(llm.tokenizer, name, lambda _: pytest.fail("encoded"))
+        monkeypatch.setattr(llm.tokenizer, name, lambda *_, **__: pytest.fail("encoded"))
     text = "w7 " * 4 * llm.plan.max_context
     for path in (COMPLETIONS, "/tokenize"):
         error = refused(server.post(path, {"prompt": text}))
@@ -161,7 +161,7 @@ def test_a_text_that_can_not_fit_is_not_encoded(server: Served, llm: LLM, monkey
 
 def test_token_routes_take_slots(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     go, words = threading.Event(), llm.tokenizer.words
-    monkeypatch.setattr(llm.tokenizer, "words", lambda text: [go.wait(PATIENCE), words(text)][1])
+    monkeypatch.setattr(llm.tokenizer, "words", lambda text, **options: [go.wait(PATIENCE), words(text, **options)][1])
     with serving(llm, max_waiting=0) as server:
         body = {"prompt": "w7", "add_special_tokens": False}
         found: list[int] = []

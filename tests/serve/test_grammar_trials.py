@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import httpx2
@@ -20,7 +21,7 @@ from graphspec.api.llm import LLM
 from graphspec.serve import grammar_trials
 from graphspec.text.schema_size import compile_steps
 from graphspec.text.structured import Structured
-from tests.support.serving import PATIENCE, Served, held_after_the_first_token, raw_post, serving, wait_for
+from tests.support.serving import PATIENCE, Served, raw_post, serving, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,22 +120,25 @@ def test_a_process_that_died_is_replaced(server: Served) -> None:
 
 def test_grammars_that_are_held_are_bounded(server: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request's grammar counts until it is dropped."""
-    params = {"structured": Structured(json_schema=schema(7)), "max_tokens": 200}
-    with held_after_the_first_token(llm):
-        stream = llm.submit("x", params)
-        size = llm.grammars.held_bytes
-        assert size > 0
-        with monkeypatch.context() as patch:
-            patch.setattr(grammar_trials, "CACHE_BYTES", size - 1)
-            wait_for(lambda: llm.load().running)
-            refused = server.post(PATH, body(schema(2)))
-        assert refused.status_code == 503 and refused.headers["retry-after"]
-        stream.abort()
+
+    def none_held() -> None:
+        # The engine keeps the requests of its last step until the next one.
+        server.complete(prompt="x", max_tokens=2)
+        wait_for(lambda: gc.collect() >= 0 and llm.grammars.held_bytes == 0)
+
+    none_held()
+    stream = llm.submit("x", {"structured": Structured(json_schema=schema(7)), "max_tokens": 200})
+    size = llm.grammars.held_bytes
+    assert size > 0
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_trials, "CACHE_BYTES", size - 1)
+        patch.setattr(llm, "load", lambda: SimpleNamespace(running=1, waiting=0))
+        refused = server.post(PATH, body(schema(2)))
+    assert refused.status_code == 503 and refused.headers["retry-after"]
+    stream.abort()
     server.idle()
     del stream
-    # The engine keeps the requests of its last step until the next one.
-    server.complete(prompt="x", max_tokens=2)
-    wait_for(lambda: gc.collect() >= 0 and llm.grammars.held_bytes == 0)
+    none_held()
 
 
 def test_a_grammar_that_is_held_is_not_compiled_again(llm: LLM) -> None:

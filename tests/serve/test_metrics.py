@@ -129,7 +129,7 @@ def test_what_waits_before_the_engine(pair: Pair, monkeypatch: pytest.MonkeyPatc
     """A body that has not come, and a text that is being encoded."""
     with pair.llm(**CHAIN, max_rows=1, buckets=[1]) as llm, serving(llm) as server:
         go, encode = threading.Event(), llm.tokenizer.encode
-        monkeypatch.setattr(llm.tokenizer, "encode", lambda text: [go.wait(PATIENCE), encode(text)][1])
+        monkeypatch.setattr(llm.tokenizer, "encode", lambda text, **options: [go.wait(PATIENCE), encode(text, **options)][1])
         half, whole = server.connect(), server.connect()
         half.sendall(raw_post(b"{", length=100))
         whole.sendall(raw_post(json.dumps({"prompt": "w7", **PARAMS}).encode()))
