@@ -256,7 +256,9 @@ class Program:
             self.replay()
         else:
             self.direct()
-<<<<<<< HEAD
+        for stage in self.on_host:
+            # A grammar may be large, and lasts no longer than its request.
+            stage.grammars = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,8 +327,3 @@ class PreparedPrograms:
 def class_cost(sampling: SamplingClass) -> tuple[bool, int, int]:
     """Sort key of classes, cheapest first: those whose programs wait for the host come last, then by how much they compute."""
     return sampling.grammar, sum(getattr(sampling, name) is True for name in sampling.__slots__), sampling.logprobs
-=======
-        for stage in self.on_host:
-            # A grammar may be large, and lasts no longer than its request.
-            stage.grammars = ()
->>>>>>> w-serve

@@ -143,11 +143,7 @@ def test_others_wait_little_longer(url: str, clients: dict[str, Waits], name: st
         wait_for(lambda idle=idle: all(len(clients[kind].seconds) > idle[kind] + 25 for kind in clients))
         beside = {kind: len(waits.seconds) for kind, waits in clients.items()}
         # It may refuse before it has read everything.
-<<<<<<< HEAD
         with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection, suppress(OSError):
-=======
-        with suppress(OSError), socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
->>>>>>> w-serve
             connection.sendall(INPUTS[name])
             connection.recv(65536)
         wait_for(lambda beside=beside: all(len(clients[kind].seconds) > beside[kind] + 2 for kind in clients))
