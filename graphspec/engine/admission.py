@@ -39,8 +39,9 @@ class Queue:
 
     def add(self, request: Request) -> None:
         """Queue a request; a preempted one gets its old place."""
-        insort(self.requests, request, key=Request.precedence)
+        # What is in both may be removed, and a step may fail between any two lines.
         insort(self._arrivals, request, key=_arrival)
+        insort(self.requests, request, key=Request.precedence)
 
     def remove(self, request: Request) -> None:
         """Remove a request, which must be in the queue."""

@@ -256,9 +256,6 @@ class Program:
             self.replay()
         else:
             self.direct()
-        for stage in self.on_host:
-            # A grammar may be large, and lasts no longer than its request.
-            stage.grammars = ()
 
 
 @dataclass(frozen=True, slots=True)

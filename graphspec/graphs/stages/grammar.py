@@ -20,7 +20,7 @@ class ForcedRuns(HostStage):
     def forward(self, v: Views) -> None:
         forced_BS, on_gpu = v.forced_token_BS, self.plan.device == "cuda"
         forced_BS.fill_(-1)
-        for lane, grammar in enumerate(self.grammars):
+        for lane, grammar in enumerate(self.taken()):
             run = list(grammar.forced(forced_BS.shape[1])) if grammar is not None else []
             if run:
                 tokens = torch.tensor(run, pin_memory=on_gpu)
@@ -39,7 +39,7 @@ class TreeToHost(HostStage):
         self._event: torch.cuda.Event | None = None
 
     def forward(self, v: Views) -> None:
-        if not any(self.grammars) or self.plan.device == "cpu":
+        if not any(self.taken()) or self.plan.device == "cpu":
             return
         nodes = v.node_token_BN, v.node_parent_BN
         if self._copies is None:
@@ -76,11 +76,12 @@ class GrammarMasks(HostStage):
 
     def forward(self, v: Views) -> None:
         v.token_mask_BNVw.fill_(-1)
-        if not any(self.grammars):
+        grammars = self.taken()
+        if not any(grammars):
             return
         tree = self._tree[0]
-        token_BN, parent_BN = tree.nodes(v) if tree is not None else ([[0]] * len(self.grammars), [[-1]] * len(self.grammars))
-        for lane, grammar in enumerate(self.grammars):
+        token_BN, parent_BN = tree.nodes(v) if tree is not None else ([[0]] * len(grammars), [[-1]] * len(grammars))
+        for lane, grammar in enumerate(grammars):
             if grammar is None:
                 continue
             mask_NVw = v.token_mask_BNVw[lane, : len(token_BN[lane])]

@@ -156,6 +156,11 @@ class HostStage(Stage):
 
     grammars: Sequence[Grammar | None] = ()
 
+    def taken(self) -> Sequence[Grammar | None]:
+        """The grammars of the launch, of which the stage lets go: one may be large, and lasts no longer than its request."""
+        found, self.grammars = self.grammars, ()
+        return found
+
 
 def check_dataflow(stages: Iterable[Stage], inputs: Iterable[str]) -> None:
     """Prove that every slot a stage reads was written by an earlier one or is an input of the program.
