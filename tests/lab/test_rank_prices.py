@@ -44,7 +44,7 @@ def test_a_model_too_large_for_one_device_gets_a_number_of_them() -> None:
 def test_a_plan_with_ranks_is_that_of_one_of_them() -> None:
     whole, half = planned("model=llama-3.1-8b"), planned("model=llama-3.1-8b", "runtime.tensor_parallel=2")
     assert half.capacity.kv_per_token[0] * 2 == whole.capacity.kv_per_token[0]
-    assert half.model.target_weights.size == whole.ranks[1].weights < whole.model.target_weights.size
+    assert half.outlook.model.target_weights.size == whole.ranks[1].weights < whole.outlook.model.target_weights.size
     assert half.ranks == whole.ranks and any("one of 2 ranks" in note for note in half.notes)
 
 
@@ -59,8 +59,8 @@ def test_the_draft_is_counted_as_a_rank_holds_it() -> None:
     """Two floors of one engine: with a part of the draft on each rank, a pass of it reads less; the notes give the reason."""
     words = ("model=llama-3.1-70b", "variant=eagle3", "runtime.tensor_parallel=4")
     found = {setting: planned(*words, f"runtime.draft_parallel={setting}") for setting in ("auto", "replicated", "sharded")}
-    whole, part = found["replicated"].model.draft_own, found["sharded"].model.draft_own
-    assert whole is not None and part is not None and found["auto"].model.draft_own == part
+    whole, part = found["replicated"].outlook.model.draft_own, found["sharded"].outlook.model.draft_own
+    assert whole is not None and part is not None and found["auto"].outlook.model.draft_own == part
     # The product that joins features to the hidden size is every rank's, as are norms; layer and head are cut in four.
     joined = 3 * 8192 * 8192
     layer = 2 * 8192 * (64 + 16) * 128 + 64 * 128 * 8192 + 3 * 8192 * 28672
@@ -80,4 +80,4 @@ def test_states_of_recurrent_layers_are_those_of_a_ranks_heads() -> None:
         6 * (values * 32 * 32 * 4 + 3 * 32 * (2 * keys + values) * 2) for values, keys in held
     ]
     two = whole.ranks[1]
-    assert two.sums == 2 * 8 + 2 and two.weights == parts[0].model.target_weights.size
+    assert two.sums == 2 * 8 + 2 and two.weights == parts[0].outlook.model.target_weights.size
