@@ -5,7 +5,10 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+MOST_CHECKS = 1_000_000
+"""Steps of a loop, before each of which the interpreter raises what another thread sent; one is enough unless the code caught it."""
 
 
 class LateError(BaseException):
@@ -21,7 +24,7 @@ def time_limit(seconds: float) -> Iterator[None]:
     """
     thread, lock = ctypes.c_ulong(threading.get_ident()), threading.Lock()
     raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
-    late = over = False
+    late = over = delivered = False
 
     def interrupt() -> None:
         nonlocal late
@@ -35,12 +38,16 @@ def time_limit(seconds: float) -> Iterator[None]:
     timer.start()
     try:
         yield
+    except LateError:
+        delivered = True
+        raise
     finally:
         timer.cancel()
         with lock:
             over = True
-            if late:
-                # It may not have been raised yet, and must not be raised later.
-                raise_in(thread, None)
-        if late:
+        if late and not delivered:
+            # It is on its way, and must not be raised later. It can't be taken back: Python 3.11 would look for it for ever, at every call.
+            with suppress(LateError):
+                for _ in range(MOST_CHECKS):
+                    pass
             raise LateError

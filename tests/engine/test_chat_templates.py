@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -243,3 +245,25 @@ def test_options_that_are_not_the_templates_are_refused(pair: tuple[Tokenizer, A
     assert pair[0].decode(pair[0].chat(Conversation(CHAT, options={"depth": 3}))) == "q3"
     with pytest.raises(RequestError, match="chat_template_kwargs: expected names that only the template reads, found '" + name):
         pair[0].chat(Conversation(CHAT, options={name: {}}))
+
+
+def test_nothing_is_left_in_the_interpreter_by_code_that_was_late() -> None:
+    """Python 3.11 loops for ever in a traced call if another thread's exception was taken back."""
+    code = """
+import sys, time
+from contextlib import suppress
+from graphspec.text.time_limit import LateError, time_limit
+for step in range(300):
+    with suppress(LateError), time_limit(0.0001):
+        time.sleep(0.0001 * (step % 4) / 2)
+def traced(frame, event, argument):
+    return traced
+def call():
+    return 1
+sys.settrace(traced)
+for _ in range(100):
+    call()
+print("ends")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "ends\n"), done.stderr

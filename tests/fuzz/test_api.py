@@ -215,7 +215,6 @@ def request_cases(shared: Shared) -> list[Case]:
         add(f"params {brief(value)} #{place}", lambda v=value: generate([[1]], v), not taken)
     for value in (3, "x", [], object()):
         add(f"progress {brief(value)}", lambda v=value: generate([[1]], short, v), True)
-        add(f"launcher {brief(value)}", lambda v=value: generate([[1]], short, None, v), True)
     for value in (0, -5, 10**9, "a", float("nan"), 1.0, True, None, 1, np.int64(2)):
         add(f"warm_up {brief(value)}", lambda v=value: llm.warm_up(v), not is_whole(value, 1))
         add(f"draft_tree {brief(value)} cycles", lambda v=value: llm.draft_tree([1, 2], v), not is_whole(value, 1, CONTEXT - 2))
