@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from graphspec.drafters.eagle3.facts import read_eagle3_facts
-from graphspec.drafters.eagle3.loading import load_eagle3
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from graphspec.drafters.heads.eagle3_facts import read_eagle3_facts
+from graphspec.drafters.heads.eagle3_loading import load_eagle3
 from graphspec.drafters.mtp.facts import read_mtp_facts
 from graphspec.drafters.mtp.loading import load_mtp
 from graphspec.errors import CheckpointError
