@@ -187,7 +187,7 @@ def parts_of(file: Path) -> list[Path]:
     """The files of a model, in order: those of a split one by the numbers in their names.
 
     Raises:
-        CheckpointError: the number of a part that a model of so many parts doesn't have.
+        CheckpointError: a part whose number is larger than the number of parts.
     """
     match = _SPLIT.fullmatch(file.name)
     if match is None:

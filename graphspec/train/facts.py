@@ -81,7 +81,7 @@ def decoder_facts(model: PreTrainedModel) -> dict[str, object]:
 
 
 def sized(decoder: ModelFacts, intermediate_size: int | None, layers: int = 1) -> ModelFacts:
-    """Facts of so many layers with MLPs of this width, None: as wide as they are. Every layer sees its whole prefix."""
+    """Facts of this many layers, with MLPs of this width (None: as wide as they are). Every layer sees its whole prefix."""
     width = intermediate_size or decoder.intermediate_size
     return replace(decoder, intermediate_size=width, num_layers=layers, sliding_window=(None,) * layers)
 

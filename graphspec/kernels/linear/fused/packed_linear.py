@@ -1,6 +1,6 @@
 """Triton implementation of :mod:`graphspec.kernels.linear.packed_linear`: the fused product, whose kernel converts codes as it loads them.
 
-Only the sizes of tiles differ from those of a weight of numbers. Where there are so many rows that a product is left to cuBLAS, the weight
+Only the sizes of tiles differ from those of a weight of numbers. Where a product has enough rows to be left to cuBLAS, the weight
 is dequantised first, in one launch and into memory of the call.
 """
 
