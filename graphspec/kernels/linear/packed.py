@@ -18,8 +18,8 @@ CODES = {
     "int8": torch.int8, "uint8": torch.uint8, "e4m3": torch.float8_e4m3fn,
 }  # fmt: skip
 """The kinds of codes, and the dtype they are stored in. Those of 4 bits are stored in pairs: the lower half of a byte is the even channel.
-``int4`` is stored plus 8. ``e2m1`` and ``e4m3`` are floats named after their bits of exponent and mantissa (OCP Microscaling Formats, section
-5.3); the magnitudes of ``e2m1`` are 0, 0.5, 1, 1.5, 2, 3, 4 and 6."""
+``int4`` is stored plus 8. ``e2m1`` and ``e4m3`` are floats, named after their bits of exponent and mantissa (OCP Microscaling Formats,
+section 5.3); the magnitudes of ``e2m1`` are 0, 0.5, 1, 1.5, 2, 3, 4 and 6."""
 
 
 def code_bits(code: str) -> int:
