@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from graphspec.kernels import OPS
 from graphspec.kernels.fused.launch import semaphores
 from graphspec.kernels.linear.fused.linear import fused_linear, linear, linear_summed
 from graphspec.kernels.linear.fused.linear_choice import LinearShape, LinearTable, candidates
 from graphspec.kernels.linear.fused.linear_tune import tune
+from graphspec.kernels.linear.fused.packed_linear import packed_linear
 from graphspec.kernels.linear.linear import linear as reference
+from graphspec.kernels.linear.packed import dequantise
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -58,6 +61,20 @@ def test_bfloat16_against_float64(layer: str, rows: int) -> None:
     arguments = call(rows, layer)
     assert_law(linear(**arguments), arguments)
     assert_law(fused_linear("batch_invariant")(**arguments), arguments)
+
+
+@pytest.mark.references("packed_linear")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_against_float64(dtype: torch.dtype) -> None:
+    """The catalog's cases: every kind of code, as the numbers that it stands for."""
+    op = next(op for op in OPS if op.name == "packed_linear")
+    for case in op.cases(torch.Generator().manual_seed(0)):
+        moved = {key: value.to(DEVICE) if isinstance(value, Tensor) else value for key, value in case.items()}
+        arguments = op.signature.gather(moved)
+        for name in ("x", "bias", "norm_weight", "residual"):
+            if isinstance(arguments.get(name), Tensor):
+                arguments[name] = arguments[name].to(dtype)
+        assert_law(packed_linear(**arguments), arguments | {"weight": dequantise(arguments["weight"], dtype)})
 
 
 @pytest.mark.parametrize("layer", ["qkv", "gate-up"])
