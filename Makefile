@@ -98,8 +98,8 @@ REPLICA ?= python3.12
 rehearse-gpu: $(STAMP) ## the first call on a GPU, rehearsed without one, with the packages of such a machine alone, in .venv-gpu-replica
 	$(BIN)/python -m perf.gpu.rehearse --python $(REPLICA)
 
-bench: $(STAMP) ## measure speed, all sides in one run; README's table
-	$(BIN)/python -m perf.speed --readme
+bench: $(STAMP) ## measure speed, all sides in one run; docs/benchmarks.md
+	$(BIN)/python -m perf.speed --page
 
 RACE ?=
 race: $(STAMP) ## the same with engines of others, which `pip install -e '.[race]'` brings; RACE="--batch 8", "--prompt-tokens 512 --max-tokens 1"
@@ -113,8 +113,8 @@ compare: $(STAMP) ## time two revisions side by side; BASE=HEAD and HEAD=. (the 
 guard: $(STAMP) ## count anew what tests/perf/test_guard.py compares with
 	$(BIN)/python -m perf.counts --write
 
-acceptance: $(STAMP) ## measure acceptance of every demo draft; README's table
-	$(BIN)/python -m perf.acceptance --readme
+acceptance: $(STAMP) ## measure acceptance of every demo draft; docs/benchmarks.md
+	$(BIN)/python -m perf.acceptance --page
 
 TRAIN ?=
 train-demo: $(STAMP) ## train the demo checkpoints anew; interrupted, it goes on; TRAIN="--out outputs/demo"

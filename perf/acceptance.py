@@ -20,7 +20,7 @@ from graphspec.engine.request import SamplingParams
 from graphspec.lab.measure.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
 from recipes.corpus import load_corpus
 
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- acceptance table: make acceptance -->", "<!-- end of acceptance table -->"
 
 EAGLE_1 = [
@@ -71,7 +71,7 @@ def measure(llm: LLM, prompts: list[list[int]], max_tokens: int, temperature: fl
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print a Markdown table, write the records to ``perf/results``; with ``--readme`` also rewrite README's table."""
+    """Measure, print a Markdown table, write the records to ``perf/results``; with ``--page`` also rewrite the table of docs/benchmarks.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runtime", default="auto", choices=RUNTIMES)
     parser.add_argument("--variant", nargs="+", default=sorted({case[0] for case in CASES}), help="only these")
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=112)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "perf" / "results", help="folder of the result file")
-    parser.add_argument("--readme", action="store_true", help="rewrite the table in README.md")
+    parser.add_argument("--page", action="store_true", help="rewrite the table in docs/benchmarks.md")
     args = parser.parse_args(argv)
     plain = LLM(variant="none", runtime=args.runtime, max_context=512)
     args.runtime = plain.plan.runtime.name
@@ -112,10 +112,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     settings = {"kind": "settings", **vars(args), "out": within_repository(args.out)}
     write_jsonl(result_file(args.out, "acceptance"), [provenance(), settings, *records])
-    if args.readme:
-        before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
+    if args.page:
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
         table = "\n".join([*lines, "", caption])
-        README.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
     return 0 if all(record["equal_to_plain"] for record in records) else 1
 
 

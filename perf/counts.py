@@ -2,7 +2,7 @@
 
 ``python -m perf.counts`` counts and prints the differences from the file, ``--write`` (``make guard``) renews it. ``--callgrind`` and
 ``--perf-stat`` print the machine instructions of one host-path scenario per cycle instead, which are not stored: they depend on compiler,
-interpreter and libraries. docs/regressions.md explains each section.
+interpreter and libraries. docs/testing.md explains each section.
 """
 
 from __future__ import annotations

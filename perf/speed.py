@@ -36,7 +36,7 @@ from perf.peers import PEERS, PeerError, PeerProcess, exporter_of
 from recipes.corpus import load_corpus
 
 RESULTS = Path(__file__).parent / "results"
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 PAUSE = 0.01
 """Seconds between two sides: threads of the previous one may still be spinning."""
 SHAPE = ("num_steps", "topk", "num_draft_tokens")
@@ -190,7 +190,7 @@ def table(records: Sequence[dict[str, Any]], caption: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the table, append the records to ``perf/results``; with ``--readme`` also rewrite README's table."""
+    """Measure, print the table, append the records to ``perf/results``; with ``--page`` also rewrite the table of docs/benchmarks.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="folder of the target")
     parser.add_argument("--draft", default=None, help="folder of the EAGLE-3 head")
@@ -208,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--peers", default=sys.executable, help="interpreter of the environment that has them")
     parser.add_argument("--exporter", default=None, help="optimum-cli, which converts for OpenVINO; default: the one on the path")
     parser.add_argument("--shape", type=int, nargs=3, action="append", default=[], metavar=("S", "K", "N"), help="one more shape of eagle3")
-    parser.add_argument("--readme", action="store_true", help="rewrite the table in README.md")
+    parser.add_argument("--page", action="store_true", help="rewrite the table in docs/benchmarks.md")
     args = parser.parse_args(argv)
 
     torch.set_flush_denormal(True)
@@ -267,11 +267,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             *({"side": side, "missing": reason} for side, reason in missing.items()),
         ],
     )
-    if args.readme:
-        text = README.read_text(encoding="utf-8")
+    if args.page:
+        text = PAGE.read_text(encoding="utf-8")
         before, _, rest = text.partition(BEGIN)
         _, _, after = rest.partition(END)
-        README.write_text(f"{before}{BEGIN}\n{table(records, caption)}\n{END}{after}", encoding="utf-8")
+        PAGE.write_text(f"{before}{BEGIN}\n{table(records, caption)}\n{END}{after}", encoding="utf-8")
     return 0 if all(r["equal_to_hf"] for r in records) else 1
 
 

@@ -1,4 +1,4 @@
-"""README's GPU section, from the result files: ``python -m perf.gpu.readme`` rewrites it, ``--check`` checks that it is up to date.
+"""The GPU section of docs/benchmarks.md, from the result files: ``python -m perf.gpu.readme`` rewrites it, ``--check`` checks that it is up to date.
 
 A figure that is in no file is shown as not yet run; none is typed in by hand. Checks and latency come from different calls of ``make
 gpu-check``: figures are shown if the checks of the same code on the same kind of GPU, with the same torch and Triton, were green.
@@ -15,7 +15,7 @@ from graphspec.lab.measure.provenance import ROOT
 from perf.gpu.results import Evidence, gather
 
 RESULTS = ROOT / "perf" / "results"
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- gpu section: python -m perf.gpu.readme -->", "<!-- end of gpu section -->"
 NOT_RUN = "not yet run"
 
@@ -128,16 +128,16 @@ def section(evidence: Evidence | None) -> str:
     return "\n\n".join(parts)
 
 
-def rewritten(readme: str) -> str:
-    """``readme`` with the section between its marks rewritten.
+def rewritten(page: str) -> str:
+    """``page`` with the section between its marks rewritten.
 
     Raises:
         SystemExit: there are no such marks.
     """
-    before, mark, rest = readme.partition(BEGIN)
+    before, mark, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not mark or not end:
-        raise SystemExit(f"README.md: expected {BEGIN} and {END}, found no such marks")
+        raise SystemExit(f"docs/benchmarks.md: expected {BEGIN} and {END}, found no such marks")
     return f"{before}{BEGIN}\n\n{section(gather(RESULTS))}\n\n{END}{after}"
 
 
@@ -146,11 +146,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m perf.gpu.readme", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args(argv)
-    found = README.read_text(encoding="utf-8")
+    found = PAGE.read_text(encoding="utf-8")
     wanted = rewritten(found)
     if options.check:
         return int(found != wanted)
-    README.write_text(wanted, encoding="utf-8")
+    PAGE.write_text(wanted, encoding="utf-8")
     return 0
 
 

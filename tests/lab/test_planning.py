@@ -90,7 +90,7 @@ def test_more_nodes_never_commit_less(share: float, steps: int, fan: int, data: 
 
 
 def test_the_tree_model_is_near_the_demo_drafts() -> None:
-    """What ``docs/choosing.md`` says of it: from the chain's shares, trees within 8 % of what ``make acceptance`` measured."""
+    """What ``docs/measuring.md`` says of it: from the chain's shares, trees within 8 % of what ``make acceptance`` measured."""
     file = max((ROOT / "perf" / "results").glob("*-acceptance.jsonl"))
     rows = [row for row in map(json.loads, file.read_text().splitlines()) if row.get("label") in ("chain", "tree")]
     fitted = []
@@ -102,7 +102,7 @@ def test_the_tree_model_is_near_the_demo_drafts() -> None:
             assert model.estimate(CycleShape(*tree["shape"])) == pytest.approx(tree["acceptance_length"], rel=0.08)
             fitted.append(fit_sibling(model.shares, {CycleShape(*tree["shape"]): tree["acceptance_length"]}))
     assert len(fitted) >= 12
-    match = re.search(r"g lies between ([\d.]+) and ([\d.]+)\.", (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8"))
+    match = re.search(r"g lies between ([\d.]+) and ([\d.]+)\.", (ROOT / "docs" / "measuring.md").read_text(encoding="utf-8"))
     assert match is not None and [float(g) for g in match.groups()] == [min(fitted), max(fitted)]
 
 

@@ -15,7 +15,7 @@ HEAD = """# Features by variant
 
 This page is written by `make features` from the tests that passed in that run (their marker `covers` says what they show). An empty
 cell: no such test exists for the variant, or it has no meaning there. All of it on a CPU in float32; what a GPU has shown is in
-[proof.md](proof.md).
+[testing](testing.md).
 """
 
 

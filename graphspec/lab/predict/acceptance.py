@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ...config.command_options import LaunchConfig
 
 SIBLING = 0.6
-"""g, acceptance of a sibling relative to the next better one. Fitted to the demo drafts' chains and trees; see ``docs/choosing.md``."""
+"""g, acceptance of a sibling relative to the next better one. Fitted to the demo drafts' chains and trees; see ``docs/measuring.md``."""
 COUPLED_SIBLING = 0.7
 """g where drafts are ranked with the sampler's noise, which moves probable tokens up among the siblings too."""
 GUESS = (0.8, 0.75, 0.7, 0.65, 0.65, 0.65, 0.65)
