@@ -71,7 +71,7 @@ def measure(llm: LLM, prompts: list[list[int]], max_tokens: int, temperature: fl
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print a Markdown table, write the records to ``perf/results``; with ``--page`` also rewrite the table of docs/benchmarks.md."""
+    """Measure, print a table, write the records to ``perf/results``; with ``--page`` also rewrite the table of docs/benchmarks.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runtime", default="auto", choices=RUNTIMES)
     parser.add_argument("--variant", nargs="+", default=sorted({case[0] for case in CASES}), help="only these")
