@@ -5,7 +5,7 @@ Facts, networks, loading and messages read the row; nothing else asks for an arc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
@@ -15,7 +15,34 @@ from ..config.catalog import entry_point_rows
 from ..errors import ConfigError
 from .keys import Keys
 from .latent import LatentFacts, read_latent
-from .layouts import BAMBA_LAYOUT, FUSED_LAYOUT, GRANITE_LAYOUT, NEMOTRON_LAYOUT, QWEN3_5_LAYOUT, QWEN3_NEXT_LAYOUT, SPLIT_LAYOUT, Layout
+from .layer_kinds import (
+    Windows,
+    dots_keys,
+    exaone_keys,
+    full_layers_pass,
+    gemma3_keys,
+    gemma_keys,
+    listed_layers_rotate,
+    no_window,
+    olmo3_keys,
+    one_group_keys,
+    smollm3_keys,
+    window_by_flag,
+    window_by_kind,
+    window_by_layer,
+    window_everywhere,
+)
+from .layouts import (
+    BAMBA_LAYOUT,
+    FUSED_LAYOUT,
+    GEMMA3_LAYOUT,
+    GRANITE_LAYOUT,
+    NEMOTRON_LAYOUT,
+    QWEN3_5_LAYOUT,
+    QWEN3_NEXT_LAYOUT,
+    SPLIT_LAYOUT,
+    Layout,
+)
 from .mamba import (
     Mixer,
     bamba_keys,
@@ -29,60 +56,9 @@ from .mamba import (
     read_nemotron_ssm,
 )
 from .moe import ExpertFacts, read_deepseek_experts, read_qwen3_5_experts, read_qwen3_experts, read_qwen3_next_experts
-from .multipliers import Multipliers, read_falcon_multipliers, read_granite_multipliers
+from .multipliers import Multipliers, read_falcon_multipliers, read_gemma_multipliers, read_granite_multipliers
 from .recurrent import RecurrentFacts, read_gated_delta
 from .rope import ROPE_KINDS, RopeFacts
-
-Windows = Callable[[Keys, int], tuple[int | None, ...]]
-"""From a config and a number of layers: each layer's sliding window, None where it sees everything."""
-
-
-def no_window(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
-    """Whatever the config says of sliding windows, the family has none.
-
-    Raises:
-        CheckpointError: it says no integer.
-    """
-    window_everywhere(keys, num_layers, None)
-    return (None,) * num_layers
-
-
-def window_everywhere(keys: Keys, num_layers: int, default: int | None) -> tuple[int | None, ...]:
-    """The same window in every layer; null means none, an absent key ``default``.
-
-    Raises:
-        CheckpointError: no integer.
-    """
-    return (None if keys.values.get("sliding_window", default) is None else keys.integer("sliding_window", default),) * num_layers
-
-
-def window_by_flag(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
-    """The same window in every layer, with ``use_sliding_window`` only.
-
-    Raises:
-        CheckpointError: a flag that is none, or no integer.
-    """
-    windows = window_everywhere(keys, num_layers, 4096)
-    return windows if keys.flag("use_sliding_window", False) else no_window(keys, num_layers)
-
-
-def window_by_layer(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
-    """As :func:`window_by_flag`, in the layers that ``layer_types`` or ``max_window_layers`` say.
-
-    Raises:
-        CheckpointError: as there, or a list of another length or of other kinds of layers.
-    """
-    windows = window_by_flag(keys, num_layers)
-    kinds = keys.values.get("layer_types")
-    if not any(windows):
-        return windows
-    if kinds is None:
-        first = keys.integer("max_window_layers", 28, least=0)
-        return tuple(window if layer >= first else None for layer, window in enumerate(windows))
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
-        raise keys.error("layer_types", f"{num_layers} entries of full_attention or sliding_attention")
-    return tuple(window if kind == "sliding_attention" else None for kind, window in zip(kinds, windows, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,14 +72,18 @@ class Family:
     refused: str = ""
     """Why such a checkpoint can't be a target, where only a draft may have layers of this family."""
     layout: Layout = SPLIT_LAYOUT
-    attention_bias: Literal["none", "stated", "qkv"] = "none"
-    """``stated``: ``attention_bias`` says whether all four projections have one; ``qkv``: always, all but the output's."""
+    attention_bias: Literal["none", "stated", "apart", "qkv"] = "none"
+    """``stated``: ``attention_bias`` says whether all four projections have one; ``apart``: whether all but the output's, and
+    ``attention_out_bias`` whether that; ``qkv``: always, all but the output's."""
     mlp_bias: bool = False
     """``mlp_bias`` says whether the MLP has biases."""
-    qk_norm: Literal["none", "head", "projection"] = "none"
-    """RMSNorm of queries and keys before RoPE: over each head, or over all heads together."""
-    norm_after: bool = False
-    """Norms follow attention and MLP, before their results are added; nothing is normed before them (OLMo 2, arXiv 2501.00656)."""
+    qk_norm: Literal["none", "head", "stated", "projection"] = "none"
+    """RMSNorm of queries and keys before RoPE: over each head; where ``use_qk_norm`` says so; or over all heads together."""
+    norms: Literal["before", "after", "around"] = "before"
+    """Where attention and MLP have their norms: before them; after them, before their results are added (OLMo 2, arXiv 2501.00656); both
+    (Gemma 2, arXiv 2408.00118)."""
+    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
+    """Of MLPs and experts: SwiGLU; GeGLU with the tanh approximation; ``down(relu(up x)^2)``, without a gate (arXiv 2109.08668)."""
     norm: Literal["plain", "offset", "float32"] = "plain"
     """``offset``: norm weights are stored minus 1 (Gemma). ``float32``, and with an offset: scaled before the cast back, not after it."""
     attention_gate: bool = False
@@ -135,10 +115,12 @@ class Family:
     """Reads what each layer holds, where it holds one net after one norm; None: attention or a recurrent net, and an MLP."""
     side_by_side: bool = False
     """Every recurrent layer attends too: both read one input, and both results are added."""
-    squared_relu: bool = False
-    """MLPs and experts are ``down(relu(up x)^2)``, without a gate (arXiv 2109.08668)."""
     rotates: bool | None = True
     """Queries and keys are rotated; None: ``position_embedding_type`` says whether."""
+    rotating: Callable[[Keys, Sequence[int | None]], tuple[bool, ...]] | None = None
+    """Reads which layers rotate, from config and windows, where some don't (NoPE, arXiv 2305.19466); None: all alike."""
+    tied: bool = False
+    """What ``tie_word_embeddings`` is where the config doesn't say."""
     ties: bool = True
     """``tie_word_embeddings`` may say that the language-model head is the embedding; otherwise the key means nothing."""
     max_positions: int | None = None
@@ -149,8 +131,9 @@ class Family:
     @property
     def shaped_like_llama(self) -> bool:
         """Layers of keys and values and dense MLPs, each after its norm, in separate tensors: ``graphspec train`` can read them."""
-        unusual = (self.refused, self.norm_after, self.attention_gate, self.latent, self.experts, self.recurrent, self.multipliers)
-        return self.layout is SPLIT_LAYOUT and not any(unusual)
+        unusual = (self.refused, self.attention_gate, self.latent, self.experts, self.recurrent, self.multipliers, self.rotating)
+        usual = self.layout is SPLIT_LAYOUT and self.norms == "before" and self.activation == "silu"
+        return usual and not any(unusual)
 
     @property
     def shaped_like_qwen3_5(self) -> bool:
@@ -232,7 +215,7 @@ NEMOTRON_H = Family(
     mixers=read_mixers,
     recurrent=read_nemotron_ssm,
     experts=read_nemotron_experts,
-    squared_relu=True,
+    activation="relu2",
     rotates=False,
     ties=False,
     max_positions=4096,
@@ -276,6 +259,52 @@ FALCON_H1 = Family(
     multipliers=read_falcon_multipliers,
 )
 """Mamba-2 and attention in every layer, over one input, then an MLP (arXiv 2507.22448)."""
+GEMMA = Family(
+    name="gemma",
+    architectures=("GemmaForCausalLM",),
+    attention_bias="stated",
+    norm="offset",
+    activation="gelu_tanh",
+    head_dim=256,
+    usual=gemma_keys,
+    tied=True,
+    max_positions=8192,
+    multipliers=read_gemma_multipliers,
+)
+GEMMA3 = replace(
+    GEMMA,
+    name="gemma3_text",
+    architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+    layout=GEMMA3_LAYOUT,
+    norms="around",
+    qk_norm="head",
+    usual=gemma3_keys,
+    window=window_by_kind,
+    nested="text_config",
+    max_positions=131072,
+)
+"""Five layers with a window to one without, which is rotated by another base (arXiv 2503.19786)."""
+GLM4_MOE = Family(
+    name="glm4_moe",
+    architectures=("Glm4MoeForCausalLM",),
+    attention_bias="apart",
+    qk_norm="stated",
+    partial_rotary=0.5,
+    usual=one_group_keys,
+    experts=partial(read_deepseek_experts, sigmoid=True),
+    max_positions=131072,
+)
+"""GLM-4.5 and after (arXiv 2508.06471)."""
+OLMO2 = Family(
+    name="olmo2",
+    architectures=("Olmo2ForCausalLM",),
+    attention_bias="stated",
+    qk_norm="projection",
+    norms="after",
+    norm="float32",
+    multi_head=True,
+    max_positions=2048,
+)
 KIMI_LINEAR = Family(
     name="kimi_linear",
     architectures=("KimiLinearForCausalLM",),
@@ -305,16 +334,59 @@ FAMILIES: tuple[Family, ...] = (
         max_positions=2048,
     ),
     DEEPSEEK_V3,
+    OLMO2,
+    replace(OLMO2, name="olmo3", architectures=("Olmo3ForCausalLM",), usual=olmo3_keys, window=window_by_kind),
+    replace(
+        LLAMA,
+        name="smollm3",
+        architectures=("SmolLM3ForCausalLM",),
+        usual=smollm3_keys,
+        window=window_by_kind,
+        rotating=listed_layers_rotate,
+        tied=True,
+        max_positions=32768,
+    ),
     Family(
-        name="olmo2",
-        architectures=("Olmo2ForCausalLM",),
-        attention_bias="stated",
-        qk_norm="projection",
-        norm_after=True,
-        norm="float32",
+        name="exaone4",
+        architectures=("Exaone4ForCausalLM",),
+        qk_norm="head",
+        norms="after",
         multi_head=True,
+        usual=exaone_keys,
+        window=window_by_kind,
+        rotating=full_layers_pass,
         max_positions=2048,
     ),
+    replace(
+        LLAMA,
+        name="granite",
+        architectures=("GraniteForCausalLM",),
+        multipliers=read_granite_multipliers,
+        drafts_trees=False,
+    ),
+    Family(
+        name="seed_oss",
+        architectures=("SeedOssForCausalLM",),
+        attention_bias="apart",
+        mlp_bias=True,
+        multi_head=True,
+        head_dim=128,
+        max_positions=524288,
+    ),
+    Family(
+        name="dots1",
+        architectures=("Dots1ForCausalLM",),
+        attention_bias="stated",
+        qk_norm="head",
+        multi_head=True,
+        usual=dots_keys,
+        window=window_by_kind,
+        experts=partial(read_deepseek_experts, sigmoid=True),
+        max_positions=2048,
+    ),
+    GLM4_MOE,
+    GEMMA,
+    GEMMA3,
     Family(
         name="phi3",
         architectures=("Phi3ForCausalLM",),

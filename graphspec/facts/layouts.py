@@ -47,7 +47,8 @@ def _matrices(ours: str, theirs: str, names: Mapping[str, str]) -> tuple[TensorR
 
 
 _NORMS = (
-    "self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "hidden_norm", "post_attention_layernorm", "post_feedforward_layernorm",
+    "self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "hidden_norm", "post_attention_layernorm", "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
     "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm",
 )  # fmt: skip
 
@@ -144,6 +145,12 @@ QWEN3_5_LAYOUT = _target(
     unread=("model.visual.",),
 )
 """Qwen3.5; the language model of a checkpoint that also sees images. Experts are stored in one tensor, or one by one."""
+
+GEMMA3_LAYOUT = _target(
+    renamed=(("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")),
+    unread=("model.vision_tower.", "vision_tower.", "model.multi_modal_projector.", "multi_modal_projector."),
+)
+"""Gemma 3; the language model of a checkpoint that also sees images, under its older and its newer names."""
 
 QWEN3_NEXT_LAYOUT = _target(*_hybrid_rules("in_proj_qkvz", "in_proj_ba"))
 """Qwen3-Next, whose projections are stored key head by key head."""

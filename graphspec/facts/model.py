@@ -33,7 +33,7 @@ from .moe import ExpertFacts
 from .multipliers import NO_MULTIPLIERS, Multipliers
 from .quantisation import parse_quantisation
 from .recurrent import RecurrentFacts
-from .rope import NO_ROPE, RopeFacts, read_position_embedding, read_rope, rotating_kinds
+from .rope import LAYER_KINDS, NO_ROPE, RopeFacts, distinct_ropes, read_position_embedding, read_rope, rotating_kinds
 from .sharding import UNSHARDED, Sharding, sharding_of
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -69,6 +69,7 @@ class ModelFacts:
     sliding_window: tuple[int | None, ...]
     """Per layer: a query at p sees positions > p - window; None: all."""
     rope: RopeFacts
+    """Of all layers, or of those that ``layer_rope`` doesn't tell apart."""
     bos_token_id: int | None
     """This and the next of a target only."""
     eos_token_ids: tuple[int, ...]
@@ -81,6 +82,8 @@ class ModelFacts:
     """Mixtures of experts in some layers."""
     recurrent: RecurrentFacts | None = None
     """Layers with a recurrent state, in place of keys and values or next to them."""
+    layer_rope: tuple[RopeFacts, ...] = ()
+    """Per layer, where they are rotated differently; empty: all by ``rope``."""
     mixers: tuple[Mixer, ...] | None = None
     """What each layer holds, where it is one net; None: attention or a recurrent net, and an MLP."""
     multipliers: Multipliers = NO_MULTIPLIERS
@@ -110,6 +113,25 @@ class ModelFacts:
         """The layer's number among the layers of its kind: in the KV pool, or in the recurrent states."""
         kind = self.is_recurrent if self.is_recurrent(layer) else self.attends
         return sum(kind(before) for before in range(layer))
+
+    @property
+    def ropes(self) -> tuple[RopeFacts, ...]:
+        """The different rotations of the layers, ``rope`` first."""
+        return distinct_ropes((self.rope, *self.layer_rope), self.head_dim)
+
+    def rotated_alike(self, where: str) -> ModelFacts:
+        """The same with one rotation for all layers, as draft networks have it.
+
+        Raises:
+            CheckpointError: the layers have different ones.
+        """
+        if len(set(self.layer_rope)) > 1:
+            raise CheckpointError(f"{where}: rope_parameters", "one rotation for all layers of a draft", "different ones by kind of layer")
+        return replace(self, rope=self.layer_rope[0], layer_rope=()) if self.layer_rope else self
+
+    def rope_index(self, layer: int) -> int:
+        """The place of a layer's rotation in ``ropes``."""
+        return self.ropes.index(self.layer_rope[layer]) if self.layer_rope else 0
 
     @property
     def longest_context(self) -> int:
@@ -179,6 +201,7 @@ class ModelFacts:
             self,
             num_layers=self.num_layers - first,
             sliding_window=self.sliding_window[first:],
+            layer_rope=self.layer_rope[first:],
             experts=experts,
             recurrent=recurrent,
             mixers=self.mixers and self.mixers[first:],
@@ -226,6 +249,27 @@ def _read_dtype(keys: Keys) -> str:
     return found[0] if found else "float32"
 
 
+def _read_ropes(
+    keys: Keys, family: Family, max_position_embeddings: int, head_dim: int, windows: tuple[int | None, ...]
+) -> tuple[RopeFacts, tuple[RopeFacts, ...]]:
+    """``rope`` and ``layer_rope`` of :class:`ModelFacts`."""
+    none = RopeFacts(0.0, NO_ROPE)
+    if not read_position_embedding(keys, family.rotates):
+        return none, ()
+    kinds = rotating_kinds(keys, windows)
+    found = read_rope(keys, max_position_embeddings, head_dim, family.rope_kinds, family.partial_rotary, kinds)
+    rotates = family.rotating(keys, windows) if family.rotating is not None else (True,) * len(windows)
+    each = [found.get(LAYER_KINDS[window is not None], next(iter(found.values()))) for window in windows]
+    layers = tuple(rope if turns else none for rope, turns in zip(each, rotates, strict=True))
+    first = found.get(LAYER_KINDS[0], next(iter(found.values())))
+    if len(set(layers)) == 1:
+        return layers[0], ()
+    try:
+        return distinct_ropes((first, *layers), head_dim)[0], layers
+    except ValueError as error:
+        raise keys.error("rope_parameters", str(error)) from error
+
+
 def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> ModelFacts:
     """Facts of decoder layers that compute as those of ``family`` do, whatever the checkpoint calls itself. They have no token ids: a draft
     reads none.
@@ -235,8 +279,9 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
     """
     if keys.values.get("quantization_config") not in (None, {}):
         parse_quantisation(keys.values["quantization_config"], f"{keys.where}: quantization_config")
-    if keys.values.get("hidden_act", "silu") != "silu":
-        raise keys.error("hidden_act", "'silu'")
+    activation = "gelu_pytorch_tanh" if family.activation == "gelu_tanh" else "silu"
+    if keys.values.get("hidden_act", activation) != activation:
+        raise keys.error("hidden_act", repr(activation))
     hidden_size = keys.integer("hidden_size", most=MOST_WIDTH)
     num_layers = keys.integer("num_hidden_layers", most=MOST_LAYERS)
     num_heads = keys.integer("num_attention_heads", most=MOST_HEADS)
@@ -275,12 +320,10 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
         width = experts.intermediate_size
     else:
         width = keys.integer("intermediate_size", most=MOST_WIDTH)
-    bias = keys.flag("attention_bias", False) and family.attention_bias == "stated"
+    bias = keys.flag("attention_bias", False) and family.attention_bias in ("stated", "apart")
+    output_bias = bias if family.attention_bias != "apart" else keys.flag("attention_out_bias", False)
     windows = family.window(keys, num_layers)
-    rope = RopeFacts(0.0, NO_ROPE)
-    if read_position_embedding(keys, family.rotates):
-        rotating = rotating_kinds(keys, windows)
-        rope = read_rope(keys, max_position_embeddings, head_dim, family.rope_kinds, family.partial_rotary, rotating)
+    rope, layer_rope = _read_ropes(keys, family, max_position_embeddings, head_dim, windows)
     return ModelFacts(
         path=path,
         architecture=architecture,
@@ -293,13 +336,14 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
         head_dim=head_dim,
         rms_norm_eps=keys.number("rms_norm_eps", most=1.0),
         max_position_embeddings=max_position_embeddings,
-        tie_word_embeddings=keys.flag("tie_word_embeddings", False) and family.ties,
+        tie_word_embeddings=keys.flag("tie_word_embeddings", family.tied) and family.ties,
         attention_bias=bias or family.attention_bias == "qkv",
-        output_bias=bias,
+        output_bias=output_bias,
         mlp_bias=keys.flag("mlp_bias", False) and family.mlp_bias,
-        qk_norm=family.qk_norm != "none",
+        qk_norm=keys.flag("use_qk_norm", False) if family.qk_norm == "stated" else family.qk_norm != "none",
         sliding_window=windows,
         rope=rope,
+        layer_rope=layer_rope,
         bos_token_id=None,
         eos_token_ids=(),
         dtype=_read_dtype(keys),

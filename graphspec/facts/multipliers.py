@@ -17,8 +17,12 @@ class Multipliers:
     """Of what a block adds to the residual stream."""
     attention: float | None = None
     """Of scores, in place of one over the root of the head's width."""
+    embedding_rounded: bool = False
+    """That of the embedding is rounded to the dtype of the model (Gemma)."""
     logits: float = 1.0
     """Divides them."""
+    softcap: float | None = None
+    """Logits are bounded by ``cap * tanh(logits / cap)`` (Gemma 2, arXiv 2408.00118, section 2); None: they are not."""
     scores: float = 1.0
     """Of scores, beyond that of ``attention``."""
     attention_output: float = 1.0
@@ -43,6 +47,21 @@ def read_granite_multipliers(keys: Keys) -> Multipliers:
         residual=keys.number("residual_multiplier", 1.0),
         attention=keys.number("attention_multiplier", 1.0),
         logits=keys.number("logits_scaling", 1.0),
+    )
+
+
+def read_gemma_multipliers(keys: Keys) -> Multipliers:
+    """The embedding's is the root of the hidden size; those of scores and the cap of logits are there where the config has their keys.
+
+    Raises:
+        CheckpointError: a value that is no positive number.
+    """
+    scalar, cap = "query_pre_attn_scalar", "final_logit_softcapping"
+    return Multipliers(
+        embedding=keys.integer("hidden_size") ** 0.5,
+        embedding_rounded=True,
+        attention=keys.number(scalar) ** -0.5 if keys.present(scalar) else None,
+        softcap=keys.number(cap) if keys.present(cap) else None,
     )
 
 

@@ -56,6 +56,21 @@ class RopeFacts:
         return 2 if self.kind == NO_ROPE else int(head_dim * self.partial_rotary_factor)
 
 
+def distinct_ropes(layers: Sequence[RopeFacts], head_dim: int) -> tuple[RopeFacts, ...]:
+    """The kinds of rotation among the layers, one that rotates first. All tables have the width of that one.
+
+    Raises:
+        ValueError: rotated parts of different widths, or a length-dependent kind among several.
+    """
+    found = sorted(dict.fromkeys(layers), key=lambda rope: rope.kind == NO_ROPE)
+    rotating = [rope for rope in found if rope.kind != NO_ROPE]
+    if len({rope.rotary_dim(head_dim) for rope in rotating}) > 1:
+        raise ValueError("the same number of rotated elements in every layer")
+    if len(found) > 1 and any(rope.kind == "dynamic" for rope in found):
+        raise ValueError("no dynamic scaling where layers are rotated differently")
+    return tuple(found)
+
+
 def magnitude(factor: float, mscale: float) -> float:
     """YaRN's growth of scores with the context (arXiv 2309.00071, section 3.3), ``0.1 * mscale * ln(factor) + 1``."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
@@ -117,8 +132,8 @@ def read_rope(
     kinds: tuple[str, ...] = ROPE_KINDS,
     partial_rotary: float | None = None,
     layer_kinds: tuple[str, ...] = LAYER_KINDS[:1],
-) -> RopeFacts:
-    """RoPE parameters in either spelling. Nested by kind of layer, those of all kinds that the model has must be the same.
+) -> dict[str, RopeFacts]:
+    """RoPE parameters in either spelling, by kind of layer.
 
     Args:
         keys: of the decoder.
@@ -140,21 +155,17 @@ def read_rope(
     where = f"{keys.where}: {name}"
     nested = {key: value for key, value in raw.items() if isinstance(value, dict)}
     if not nested:
-        return _read_one(keys, Keys(raw, where), max_position_embeddings, head_dim, kinds, partial_rotary)
+        rope = _read_one(keys, Keys(raw, where), max_position_embeddings, head_dim, kinds, partial_rotary)
+        return dict.fromkeys(layer_kinds or LAYER_KINDS, rope)
     if any(value is not None for key, value in raw.items() if key not in nested):
         raise keys.error(name, "parameters, or an object of them for each kind of layer, not both")
     found: dict[str, RopeFacts] = {}
     for kind in layer_kinds or tuple(nested):
         if kind not in nested:
             raise Keys(raw, where).error(kind, "the parameters of this kind of layer, which the model has")
-        rope = Keys(nested[kind], f"{where}: {kind}")
-        found[kind] = _read_one(keys, rope, max_position_embeddings, head_dim, kinds, partial_rotary)
-    first, *others = found
-    for other in others:
-        if found[other] != found[first]:
-            expected, hint = f"the parameters of {first}", "RoPE that differs between kinds of layers is not supported"
-            raise CheckpointError(f"{where}: {other}", f"{expected}, {brief(nested[first], LONG)}", brief(nested[other], LONG), hint)
-    return found[first]
+        own = Keys(nested[kind], f"{where}: {kind}")
+        found[kind] = _read_one(keys, own, max_position_embeddings, head_dim, kinds, partial_rotary)
+    return found
 
 
 def _read_one(

@@ -226,7 +226,8 @@ def _tables(plan: Plan) -> int:
     """Bytes of the cosines and sines of every position, in target and draft."""
     models = (plan.target, plan.draft.decoder if plan.draft is not None else None)
     tabled = [model for model in models if model is not None and model.rope.kind != "dynamic"]
-    return sum(plan.max_positions * model.rope.rotary_dim(model.head_dim) * torch.float32.itemsize for model in tabled)
+    rows = [len(model.ropes) * model.rope.rotary_dim(model.head_dim) for model in tabled]
+    return plan.max_positions * sum(rows) * torch.float32.itemsize
 
 
 def parameter_bytes(plan: Plan, token_map: str | None = None) -> tuple[int, int]:

@@ -121,14 +121,14 @@ def _network(plan: Plan, model: ModelFacts, rows: int) -> Iterator[Call]:
     """Products and experts of one pass over ``rows`` tokens, without the output layer."""
     kind, hidden, latent = (plan.dtype, plan.numerics), model.hidden_size, model.latent
     # Norms after attention and MLP, a multiplier, and a sum of two nets stand between a product and the residual.
-    added = not (model.family.norm_after or model.family.side_by_side) and model.multipliers.residual == 1
+    added = model.family.norms == "before" and not model.family.side_by_side and model.multipliers.residual == 1
     normed = added and model.family.norm != "float32"
     widths = {model.intermediate_size}
     if model.experts is not None:
         widths.add(model.experts.shared_size)
         experts, width, of = model.experts.num_experts, model.experts.intermediate_size, getattr(torch, plan.dtype)
         sizes = {"T": rows, "K": model.experts.topk, "E": experts, "H": hidden, "F": width}
-        entering = width if model.family.squared_relu else 2 * width
+        entering = width if model.family.activation == "relu2" else 2 * width
         yield _op("moe_mlp", sizes, x_TH=of, gate_up_EFH=(of, experts, entering, hidden), down_EHF=of)
     for width in widths - {0}:
         yield _linear, (rows, 2 * width, hidden, *kind, normed, True, False, False)

@@ -40,6 +40,10 @@ class Rotation(NamedTuple):
     row_BT: Tensor
     """int64; clamped into the table. Only tokens whose result is unused have a row outside it."""
 
+    def shifted(self, rows: int) -> Rotation:
+        """The same positions by the table that begins ``rows`` further."""
+        return self if rows == 0 else Rotation(self.table_LD, self.row_BT + rows)
+
     def cos_sin(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``(cos, sin)``, each ``[B, T, d]``."""
         row_BTD = self.table_LD[self.row_BT.clamp(0, self.table_LD.shape[0] - 1)].to(dtype)

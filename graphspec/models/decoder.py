@@ -75,15 +75,17 @@ class MixerLayer(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention or a recurrent net, then an MLP or a mixture of experts, each added to the residual stream.
 
-    Each has a norm before it; in families with ``norm_after`` its output is normed instead.
+    Each has a norm before it, after it, or both, as ``norms`` of the family says.
     """
 
     def __init__(self, facts: ModelFacts, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = None if facts.family.norm_after else RMSNorm.of(facts)
+        where = facts.family.norms
+        self.input_layernorm = None if where == "after" else RMSNorm.of(facts)
         self.self_attn = make_token_mixer(facts, layer)
-        self.post_attention_layernorm = RMSNorm.of(facts)
-        self.post_feedforward_layernorm = RMSNorm.of(facts) if facts.family.norm_after else None
+        self.post_attention_layernorm = RMSNorm.of(facts)  # where norms stand before blocks, the MLP's
+        self.pre_feedforward_layernorm = RMSNorm.of(facts) if where == "around" else None
+        self.post_feedforward_layernorm = None if where == "before" else RMSNorm.of(facts)
         self.mlp = make_mlp(facts, layer)
         self.residual_scale = facts.multipliers.residual
         self.stack: DecoderStack | None = None
@@ -99,8 +101,10 @@ class DecoderLayer(nn.Module):
             out = self.stack.layer(self.place, hidden_of(residual_BTH), rotation, attention)
             return ResidualStream(out) if isinstance(residual_BTH, ResidualStream) else out
         if self.post_feedforward_layernorm is not None:
-            residual_BTH = add(residual_BTH, self.post_attention_layernorm(self.self_attn(residual_BTH, rotation, attention)))
-            return add(residual_BTH, self.post_feedforward_layernorm(self.mlp(residual_BTH, valid=attention.valid_BT)))
+            mixed_BTH = self.self_attn(residual_BTH, rotation, attention, self.input_layernorm)
+            residual_BTH = add(residual_BTH, self.post_attention_layernorm(mixed_BTH))
+            mixed_BTH = self.mlp(residual_BTH, self.pre_feedforward_layernorm, valid=attention.valid_BT)
+            return add(residual_BTH, self.post_feedforward_layernorm(mixed_BTH))
         if self.residual_scale != 1:
             scale = self.residual_scale
             residual_BTH = add(residual_BTH, scale * self.self_attn(residual_BTH, rotation, attention, self.input_layernorm))
@@ -130,10 +134,14 @@ class Decoder(nn.Module):
     def __init__(self, facts: ModelFacts, tap_layers: tuple[int, ...] = (), max_positions: int | None = None) -> None:
         super().__init__()
         self.facts, self.tap_layers = facts, tap_layers
-        self.rotary = RotaryEmbedding(facts.rope, facts.head_dim, max_positions or facts.max_position_embeddings)
+        positions = max_positions or facts.max_position_embeddings
+        self.rotary = RotaryEmbedding(facts.rope, facts.head_dim, positions, facts.ropes[1:])
         self.embed_tokens = token_embedding(facts)
         make_layer = MixerLayer if facts.mixers is not None else ParallelLayer if facts.family.side_by_side else DecoderLayer
         self.layers = nn.ModuleList(make_layer(facts, layer) for layer in range(facts.num_layers))
+        for index, layer in enumerate(self.layers):
+            if isinstance(mixer := getattr(layer, "self_attn", None), SelfAttention):
+                mixer.rope_rows = facts.rope_index(index) * positions
         self.norm = RMSNorm.of(facts)
         self.lm_head = vocabulary_head(facts)
         if facts.tie_word_embeddings:
@@ -160,6 +168,8 @@ class Decoder(nn.Module):
         """``[B, T, H]``; a token that is -1, out of range or not valid is the zero vector."""
         hidden_BTH: Tensor = self.embed_tokens(token_BT, valid_BT)
         scale = self.facts.multipliers.embedding
+        if self.facts.multipliers.embedding_rounded:
+            scale = torch.tensor(scale, dtype=hidden_BTH.dtype, device="cpu").item()
         return hidden_BTH if scale == 1 else hidden_BTH * scale
 
     def forward(self, token_BT: Tensor, attention: Attention) -> TargetOutput:
@@ -203,5 +213,6 @@ class Decoder(nn.Module):
         (:class:`~graphspec.models.vocabulary.VocabParallelLinear`).
         """
         out: Tensor = self.lm_head(hidden, float32=True)
-        divisor = self.facts.multipliers.logits
-        return out if divisor == 1 else out / divisor
+        divisor, cap = self.facts.multipliers.logits, self.facts.multipliers.softcap
+        out = out if divisor == 1 else out / divisor
+        return out if cap is None else torch.tanh(out / cap) * cap

@@ -37,7 +37,7 @@ class MixtureOfExperts(KernelModule, ShardedModule):
         self.router = Linear(hidden, experts.num_experts)
         self.router.float32_names = ("weight",) if experts.float32_router else ()
         self.correction_E = make_parameter(experts.num_experts) if experts.sigmoid else None
-        entering = width if facts.family.squared_relu else 2 * width
+        entering = width if facts.family.activation == "relu2" else 2 * width
         self.gate_up_EFH = make_parameter(experts.num_experts, entering, hidden)
         self.down_EHF = make_parameter(experts.num_experts, hidden, width)
         self.shared_experts = dense_mlp(facts, experts.shared_size, partial=True) if experts.shared_size else None
@@ -46,7 +46,7 @@ class MixtureOfExperts(KernelModule, ShardedModule):
         self.shards: dict[str, ParameterShards] = {}
         if self.sharded:
             shard = facts.sharding.shard(width)
-            entering_shards = (shard,) if facts.family.squared_relu else (shard, shard)
+            entering_shards = (shard,) if facts.family.activation == "relu2" else (shard, shard)
             self.shards = {"gate_up_EFH": ParameterShards(-2, entering_shards), "down_EHF": ParameterShards(-1, (shard,))}
         self.route: Callable[..., tuple[Tensor, Tensor]] = moe_route
         self.mix: Callable[..., Tensor] = moe_mlp

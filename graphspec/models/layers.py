@@ -337,6 +337,8 @@ class SelfAttention(TokenMixer, ShardedModule):
         self.layer, self.head_dim = facts.place(layer), facts.head_dim
         self.scale = facts.score_scale
         self.window_left = facts.sliding_window[layer]
+        self.rope_rows = 0
+        """Rows of the network's table before those of this layer's rotation."""
         self.gated, self.sharding = facts.family.attention_gate, facts.sharding
         fused = (2 * query if self.gated else query, key, key)
         self.qkv_proj = Linear(input_size or facts.hidden_size, *fused, bias=facts.attention_bias)
@@ -392,6 +394,7 @@ class SelfAttention(TokenMixer, ShardedModule):
         return query_BT1 / (self.sharding.size * query_BTE.shape[-1]), key_BT1 / keys
 
     def _heads(self, rotation: Rotation) -> HeadTransform:
+        rotation = rotation.shifted(self.rope_rows)
         if self.q_norm is None or self.k_norm is None or self.norms_apart:
             return HeadTransform(rotation)
         return HeadTransform(rotation, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)

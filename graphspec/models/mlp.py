@@ -1,10 +1,11 @@
-"""MLPs: SwiGLU, and Nemotron-H's squared ReLU."""
+"""MLPs: SwiGLU, GeGLU, and Nemotron-H's squared ReLU."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..facts.sharding import UNSHARDED
@@ -71,6 +72,17 @@ class SquaredReluMLP(DenseMLP):
         return torch.relu(self.up_proj(x, norm)).square()
 
 
+class GeluMLP(MLP):
+    """GeGLU (arXiv 2002.05202) with the tanh approximation of GELU (arXiv 1606.08415)."""
+
+    def inner(self, x: Hidden, norm: RMSNorm | None) -> Tensor:
+        gate, up = hidden_of(self.gate_up_proj(x, norm)).chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
+
+
+_MLPS: dict[str, type[DenseMLP]] = {"silu": MLP, "gelu_tanh": GeluMLP, "relu2": SquaredReluMLP}
+
+
 def dense_mlp(facts: ModelFacts, intermediate_size: int | None = None, *, partial: bool = False) -> DenseMLP:
     """The MLP that the family has; arguments of :class:`DenseMLP`."""
-    return (SquaredReluMLP if facts.family.squared_relu else MLP)(facts, intermediate_size, partial=partial)
+    return _MLPS[facts.family.activation](facts, intermediate_size, partial=partial)

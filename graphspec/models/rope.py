@@ -15,6 +15,8 @@ from ..facts.rope import NO_ROPE
 from ..kernels.formulas import Rotation
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..facts import RopeFacts
     from .attention import Attention
 
@@ -75,9 +77,10 @@ class RotaryEmbedding(nn.Module):
         rope: kind and parameters.
         head_dim: of the whole head.
         max_positions: rows of the table; positions are clamped into it, which only affects rows that are not read.
+        others: further rotations, whose tables follow in the same tensor, ``max_positions`` rows each.
     """
 
-    def __init__(self, rope: RopeFacts, head_dim: int, max_positions: int) -> None:
+    def __init__(self, rope: RopeFacts, head_dim: int, max_positions: int, others: Sequence[RopeFacts] = ()) -> None:
         super().__init__()
         self.rope, self.rotary_dim, self.max_positions = rope, rope.rotary_dim(head_dim), max_positions
         self.table_LD: Tensor
@@ -86,10 +89,15 @@ class RotaryEmbedding(nn.Module):
             exponent = torch.arange(0, self.rotary_dim, 2, dtype=torch.float32, device="cpu") / self.rotary_dim
             self.register_buffer("exponent_D", exponent, persistent=False)
         else:
-            frequency = rope_frequency(rope, head_dim)
-            angle = torch.arange(max_positions, dtype=torch.float32, device="cpu")[:, None] * frequency
-            table = torch.cat((angle.cos(), angle.sin()), dim=-1) * rope.attention_factor
-            self.register_buffer("table_LD", table, persistent=False)
+            tables = [self._table(rope, rope_frequency(rope, head_dim))]
+            for other in others:
+                still = torch.zeros(self.rotary_dim // 2, device="cpu")
+                tables.append(self._table(other, still if other.kind == NO_ROPE else rope_frequency(other, head_dim)))
+            self.register_buffer("table_LD", torch.cat(tables), persistent=False)
+
+    def _table(self, rope: RopeFacts, frequency: Tensor) -> Tensor:
+        angle = torch.arange(self.max_positions, dtype=torch.float32, device="cpu")[:, None] * frequency
+        return torch.cat((angle.cos(), angle.sin()), dim=-1) * rope.attention_factor
 
     def of(self, attention: Attention) -> Rotation:
         """How the query tokens of ``attention`` are rotated."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..kernels import resolve
 from .layers import Embedding, Linear, RMSNorm, SelfAttention
-from .mlp import MLP
+from .mlp import MLP, GeluMLP
 from .packed_weight import PackedWeight
 from .recurrent_net import RecurrentNet
 
@@ -42,8 +42,6 @@ def packing_obstacle(layers: Sequence[PlainLayer]) -> str | None:
         return "latent attention"
     if any(not isinstance(layer.mlp, MLP) for layer in layers):
         return "mixtures of experts"
-    if any(getattr(layer, "post_feedforward_layernorm", None) is not None for layer in layers):
-        return "norms after attention and MLP"
     if any(getattr(layer, "residual_scale", 1) != 1 for layer in layers):
         return "a multiplier of what blocks add"
     if any(cast("SelfAttention", layer.self_attn).norms_apart for layer in layers):
@@ -57,6 +55,14 @@ def _format_obstacle(layer: PlainLayer) -> str | None:
     attention, mlp = cast("SelfAttention", layer.self_attn), cast("MLP", layer.mlp)
     products = map(_product, (attention.qkv_proj, attention.o_proj, mlp.down_proj))
     return stacking_obstacle(*products, gate_up=_product(mlp.gate_up_proj))
+
+
+def _norms(layer: PlainLayer) -> tuple[RMSNorm | None, RMSNorm | None, RMSNorm | None]:
+    """Before the MLP, after the attention, after the MLP."""
+    after = getattr(layer, "post_feedforward_layernorm", None)
+    if after is None:
+        return layer.post_attention_layernorm, None, None
+    return getattr(layer, "pre_feedforward_layernorm", None), layer.post_attention_layernorm, after
 
 
 def _scale(norm: RMSNorm | None) -> Tensor | None:
@@ -94,10 +100,11 @@ class DecoderStack(nn.Module):
         from ..kernels.native import stack
 
         attentions, mlps = [cast("SelfAttention", layer.self_attn) for layer in layers], [cast("MLP", layer.mlp) for layer in layers]
-        first = attentions[0]
+        first, gelu = attentions[0], isinstance(mlps[0], GeluMLP)
         query, key, _ = first.qkv_proj.parts
         dim, eps = first.head_dim, layers[0].post_attention_layernorm.eps
-        shape = stack.StackShape(query // dim // (2 if first.gated else 1), key // dim, dim, rotary_dim, first.gated, eps, first.scale)
+        heads = query // dim // (2 if first.gated else 1)
+        shape = stack.StackShape(heads, key // dim, dim, rotary_dim, first.gated, gelu, eps, first.scale)
         taps = sorted(tap_layers)
         norms = [*input_norms, final_norm, *(layer.post_attention_layernorm for layer in layers), *(a.q_norm for a in attentions)]
         assert all(norm is None or norm.eps == eps for norm in norms), "one epsilon"
@@ -108,14 +115,19 @@ class DecoderStack(nn.Module):
                 query_norm=_scale(attention.q_norm),
                 key_norm=_scale(attention.k_norm),
                 out=_product(attention.o_proj),
-                mlp_norm=layer.post_attention_layernorm.scale(),
+                mlp_norm=_scale(mlp_norm),
                 gate_up=_product(mlp.gate_up_proj),
                 down=_product(mlp.down_proj),
                 window=attention.window_left,
                 kv_layer=attention.layer,
                 tap=taps.index(index) if index in taps else None,
+                out_norm=_scale(out_norm),
+                down_norm=_scale(down_norm),
+                rope_rows=attention.rope_rows,
             )
-            for index, (layer, norm, attention, mlp) in enumerate(zip(layers, input_norms, attentions, mlps, strict=True))
+            for index, (norm, attention, mlp, (mlp_norm, out_norm, down_norm)) in enumerate(
+                zip(input_norms, attentions, mlps, map(_norms, layers), strict=True)
+            )
         ]
         self.weights: Tensor
         self.plan: Tensor

@@ -396,7 +396,7 @@ REFUSED: dict[str, tuple[list[dict[str, torch.Tensor]], dict[str, Any], str]] = 
     "MoE": ([renamed(NEXTN, "mlp.", "mlp.experts.3.")], {}, r"mlp\.experts\.3\.\w+\.weight: expected a head of Llama.* with a dense MLP"),
     "MoE router": ([{**NEXTN, "model.layers.0.mlp.gate.weight": torch.ones(4, 48)}], {}, r"mlp\.gate\.weight: expected .* a dense MLP"),
     "qwen MoE": ([renamed(QWEN, "mlp.", "mlp.experts.0.")], qwen_config(), r"experts\.0\.\w+\.weight: expected .* a dense MLP"),
-    "unknown architecture": ([NEXTN], {"architectures": ["Glm4MoeForCausalLMNextN"]}, "architectures: expected one of LlamaForCausalLM"),
+    "unknown architecture": ([NEXTN], {"architectures": ["Glm5ForCausalLMNextN"]}, "architectures: expected one of LlamaForCausalLM"),
     "keys of another architecture": ([NEXTN], {"architectures": ["DeepseekV3ForCausalLMNextN"]}, "qk_rope_head_dim: expected an integer"),
     "mimo names, llama": ([MIMO], {}, r"architectures: expected one of MiMoForCausalLM.*mtp_layers, found \['LlamaForCausalLM'\]"),
     "qwen names, llama": ([QWEN], {}, "architectures: expected a Qwen3Next or Qwen3_5"),

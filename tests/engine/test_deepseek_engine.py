@@ -1,4 +1,4 @@
-"""DeepSeek targets inside the engine: every token is transformers' own, and every tree is the one its prediction head drafts.
+"""DeepSeek's and GLM's targets inside the engine: every token is transformers' own, and every tree is the one its prediction head drafts.
 
 The head is transformers' as well: candidates are drafted a second time by it, without cache, pages or windows.
 """
@@ -27,6 +27,7 @@ SMALL = {"runtime": "eager", "prefill_chunks": [4, 8]}
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     "deepseek_v3": {"rope_parameters": YARN},
+    "glm4_moe": {},
 }
 LENGTH, LAYERS = 14, 2
 
@@ -50,6 +51,9 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, A
         ("deepseek_v3", "none", {}, 1, 1),
         ("deepseek_v3", "none", {}, 16, 3),
         *(("deepseek_v3", "mtp", shape, page_size, rows) for shape in (CHAIN, TREE) for page_size in (1, 16) for rows in (1, 3)),
+        ("glm4_moe", "none", {}, 16, 3),
+        ("glm4_moe", "mtp", CHAIN, 4, 3),
+        ("glm4_moe", "mtp", TREE, 16, 3),
         ("deepseek_v2", "mtp", CHAIN, 16, 1),
         ("deepseek_v2", "mtp", TREE, 1, 3),
         ("deepseek_v3", "mtp", WIDE, 4, 3),

@@ -200,6 +200,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"num_key_value_heads": 1, "head_dim": 32}),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
     "olmo2": ("olmo2", {"num_key_value_heads": 1}),
+    "olmo3": (
+        "olmo3",
+        {
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 10000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
+    "exaone4": ("exaone4", {"sliding_window": 7, "sliding_window_pattern": 2, "num_key_value_heads": 1}),
+    "granite": ("granite", {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0}),
+    "seed-oss": ("seed_oss", {"num_key_value_heads": 1}),
+    "gemma": ("gemma", {"head_dim": 32}),
+    "gemma3": ("gemma3", {"sliding_window": 6, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24, "final_logit_softcapping": 4.0}),
     "phi3": ("phi3", {"num_key_value_heads": 1}),
     "phi3-partly-rotated-window": (
         "phi3",

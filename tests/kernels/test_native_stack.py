@@ -28,6 +28,7 @@ from graphspec.drafters.standalone.facts import StandaloneFacts
 from graphspec.drafters.standalone.network import StandaloneDraft
 from graphspec.facts import ModelFacts, RopeFacts
 from graphspec.facts.families import LLAMA
+from graphspec.facts.rope import NO_ROPE
 from graphspec.kernels import native, select_kernels
 from graphspec.kernels.attention.tree_attention import poison_unseen, visible_slots
 from graphspec.models.attention import ChunkAttention, TreeAttention
@@ -55,6 +56,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 20,
         "rope": RopeFacts(10000.0, partial_rotary_factor=0.6),
     },
+    "norms around, GeGLU, three rotations": {
+        "family": replace(LLAMA, norms="around", activation="gelu_tanh", norm="offset"),
+        "qk_norm": True,
+        "sliding_window": (5, None, 9),
+        "rope": RopeFacts(500000.0, "linear", factor=2.0),
+        "layer_rope": (RopeFacts(10000.0), RopeFacts(500000.0, "linear", factor=2.0), RopeFacts(0.0, NO_ROPE)),
+    },
+    "norms after": {"family": replace(LLAMA, norms="after"), "mlp_bias": True, "output_bias": True},
     "odd sizes": {"hidden_size": 37, "intermediate_size": 29, "head_dim": 10, "num_heads": 5},
     "wide heads": {"head_dim": 72, "num_heads": 2},
     "dynamic": {"rope": RopeFacts(10000.0, "dynamic", factor=2.0, original_max_position_embeddings=16)},

@@ -34,7 +34,7 @@ BACKBONE = Family(
     architectures=("BackboneForCausalLM",),
     layout=Layout(SPLIT_LAYOUT.rules, renamed=(("backbone.", "model."),)),
     qk_norm="projection",
-    norm_after=True,
+    norms="after",
     norm="float32",
     multi_head=True,
 )
@@ -67,7 +67,7 @@ def test_defaults_are_those_of_transformers(architecture: str) -> None:
     assert family is not None
     assert family.max_positions == config.get_text_config().max_position_embeddings
     assert family.ties == bool(model._tied_weights_keys)
-    assert config.tie_word_embeddings is False
+    assert config.tie_word_embeddings is family.tied
 
 
 @pytest.mark.parametrize("architecture", target_architectures())
@@ -155,7 +155,12 @@ def test_fused_tensors_are_checked_as_a_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "path"),
-    [("olmo2", "op by op: norms after attention and MLP"), ("phi3", "one native op per pass")],
+    [
+        ("olmo2", "op by op: query and key norms over all heads together, or scaled in float32"),
+        ("phi3", "one native op per pass"),
+        ("exaone4", "one native op per pass"),
+        ("gemma3", "one native op per pass"),
+    ],
 )
 def test_a_compiled_engine_reports_the_path_of_the_family(family: str, path: str, tmp_path: Path) -> None:
     """What it gives is compared in ``test_equality_full``: compiling takes minutes."""

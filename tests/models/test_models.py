@@ -62,6 +62,49 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("olmo2", {}),
     "olmo2-bias-tied-grouped": ("olmo2", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "olmo3-window-yarn": (
+        "olmo3",
+        {
+            "sliding_window": 6,
+            "num_key_value_heads": 1,
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 500000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            },
+        },
+    ),
+    "smollm3": ("smollm3", {"num_key_value_heads": 1}),
+    "smollm3-listed-window": ("smollm3", {"no_rope_layers": [1, 0, 0, 1, 1, 0], "use_sliding_window": True, "sliding_window": 7}),
+    "exaone4": ("exaone4", {"sliding_window": 8, "head_dim": 12}),
+    "exaone4-no-window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 6}),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 1.5,
+            "attention_bias": True,
+        },
+    ),
+    "seed-oss": ("seed_oss", {"num_key_value_heads": 1}),
+    "seed-oss-other-biases": ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True, "head_dim": 20}),
+    "gemma": ("gemma", {"head_dim": 32, "num_key_value_heads": 1}),
+    "gemma3": ("gemma3", {"sliding_window": 6, "query_pre_attn_scalar": 24}),
+    "gemma3-listed-scaled-capped": (
+        "gemma3",
+        {
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"] * 2,
+            "query_pre_attn_scalar": 10,
+            "head_dim": 20,
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
     "phi3": ("phi3", {"num_key_value_heads": 1}),
     "phi3-partly-rotated-window": (
         "phi3",
@@ -76,10 +119,13 @@ def in_float64(model: Any) -> Any:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
+    def offset(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return (1 + self.weight) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
     wide = copy.deepcopy(model).double()
     for module in wide.modules():
         if type(module).__name__.endswith("RMSNorm"):
-            module.forward = types.MethodType(forward, module)
+            module.forward = types.MethodType(offset if type(module).__name__.startswith("Gemma") else forward, module)
     return wide
 
 

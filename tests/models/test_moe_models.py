@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LENGTH = 24
+OTHERS = ("dots1", "glm4_moe", "glm4_moe, plain")
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "weights-as-they-come": {"norm_topk_prob": False},
@@ -39,10 +40,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", (*CASES, *OTHERS))
 @torch.inference_mode()
 def test_logits_and_taps_equal_transformers(name: str, tmp_path: Path) -> None:
-    model = build_mixture("qwen3_moe", **CASES[name])
+    model = build_mixture(name if name in OTHERS else "qwen3_moe", **CASES.get(name, {}))
     taps = (0, 2)
     facts = read_model_facts(write_hf(model, tmp_path, shard_size="40KB" if name == "tied" else None))
     ours = load_target(facts, taps, LENGTH, torch.float32, "cpu")
@@ -198,6 +199,15 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Pat
 
 
 CHAIN, TREE = {"num_steps": 3, "topk": 1, "num_draft_tokens": 4}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}
+
+
+def test_a_windowed_mixture_drafts_and_verifies(tmp_path: Path) -> None:
+    """Dots 1: experts as DeepSeek's over keys and values, the last layers with a window."""
+    target, model = write_mixture(tmp_path, "dots1", easy=True, max_position_embeddings=96)
+    prompt_ids = prompts(3, vocab=VOCAB_SIZE)
+    expected = [greedy(model, prompt, 16) for prompt in prompt_ids]
+    for variant in ({"variant": "none"}, {"variant": "ngram"}, {"variant": "standalone", "draft": target, **TREE}):
+        assert ids(LLM(target, runtime="eager", max_rows=2, **variant).generate(prompt_ids, SamplingParams(max_tokens=16))) == expected
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from graphspec.facts import RopeFacts, read_model_facts
 from graphspec.facts.families import QWEN3, QWEN3_5
 from graphspec.facts.keys import Keys
 from graphspec.facts.model import read_decoder
+from graphspec.facts.rope import NO_ROPE
 from graphspec.kernels.formulas import apply_rope
 from graphspec.models.rope import RotaryEmbedding, rope_frequency
 from graphspec.models.target import load_target
@@ -187,8 +188,8 @@ def test_parameters_nested_by_kind_of_layer_are_those_of_the_kinds_there_are() -
     ("parameters", "part"),
     [
         (
-            {"full_attention": NESTED, "sliding_attention": {**NESTED, "factor": 4.0}},
-            r"rope_parameters: sliding_attention: expected the parameters of full_attention, .*2\.5.* found .*4\.0.* not supported",
+            {"full_attention": NESTED, "sliding_attention": {"rope_type": "dynamic", "factor": 4.0}},
+            "rope_parameters: expected no dynamic scaling where layers are rotated differently",
         ),
         ({"full_attention": NESTED}, "rope_parameters: sliding_attention: expected the parameters of this kind of layer, .* no such key"),
         ({"full_attention": NESTED, "rope_theta": 9.0}, "rope_parameters: expected parameters, or an object .*, not both"),
@@ -198,6 +199,27 @@ def test_parameters_nested_by_kind_of_layer_are_those_of_the_kinds_there_are() -
 def test_nested_parameters_that_cannot_be_followed_are_named(parameters: dict[str, Any], part: str) -> None:
     with pytest.raises(CheckpointError, match=part):
         read_nested(parameters, "full_attention", "sliding_attention")
+
+
+def test_layers_are_rotated_by_the_parameters_of_their_kind() -> None:
+    other = {**NESTED, "factor": 4.0}
+    kinds = ("sliding_attention", "full_attention", "sliding_attention")
+    values = {"hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    values |= {"vocab_size": 9, "rms_norm_eps": 1e-6, "num_hidden_layers": 3, "layer_types": list(kinds), "sliding_window": 8}
+    parameters = {"full_attention": NESTED, "sliding_attention": other}
+    keys = Keys({**values, "use_sliding_window": True, "rope_parameters": parameters}, "config")
+    facts = read_decoder(keys, Path("nowhere"), "any", QWEN3)
+    full, sliding = RopeFacts(700.0, "linear", 2.5), RopeFacts(700.0, "linear", 4.0)
+    assert (facts.rope, facts.layer_rope, facts.ropes) == (full, (sliding, full, sliding), (full, sliding))
+    assert [facts.rope_index(layer) for layer in range(3)] == [1, 0, 1]
+    assert facts.layers_from(1).layer_rope == (full, sliding)
+    with pytest.raises(CheckpointError, match="one rotation for all layers of a draft"):
+        facts.rotated_alike("config")
+    assert facts.layers_from(2).rotated_alike("config").rope == sliding
+    table = RotaryEmbedding(full, 16, 8, (sliding, RopeFacts(0.0, NO_ROPE))).table_LD
+    apart = [RotaryEmbedding(rope, 16, 8).table_LD for rope in (full, sliding)]
+    assert torch.equal(table[:16], torch.cat(apart))
+    assert torch.equal(table[16:], torch.cat((torch.ones(8, 8), torch.zeros(8, 8)), dim=1)), "no rotation"
 
 
 @torch.inference_mode()

@@ -20,7 +20,12 @@ from graphspec.models.attention import HeadTransform, LatentTransform
 from graphspec.models.recurrence import Recurrence
 
 VOCAB_SIZE = 61
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2", "phi3": "Phi3"}
+FAMILIES = {
+    "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2", "phi3": "Phi3", "olmo3": "Olmo3",
+    "smollm3": "SmolLM3", "exaone4": "Exaone4", "granite": "Granite", "seed_oss": "SeedOss", "gemma": "Gemma", "gemma3": "Gemma3",
+}  # fmt: skip
+CONFIGS = {"gemma3": "Gemma3Text"}
+"""Names of configurations that don't follow from those of the models."""
 
 
 def build_hf(family: str, *, seed: int = 0, **overrides: Any) -> Any:
@@ -44,7 +49,7 @@ def build_hf(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     if values["head_dim"] is None:  # a key Qwen2's configuration doesn't have
         del values["head_dim"]
     name = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**values)
+    config = getattr(transformers, f"{CONFIGS.get(family, name)}Config")(**values)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -24,6 +24,7 @@ LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5, "n_routed_experts": 8,
     "first_k_dense_replace": 1, "n_shared_experts": 2,
 }  # fmt: skip
+GROUPED = {"head_dim": 8, "n_routed_experts": 8, "first_k_dense_replace": 1, "n_shared_experts": 2}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -35,6 +36,9 @@ YARN = {
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 6, "norm_topk_prob": True}),
     "deepseek_v2": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "routed_scaling_factor": 1.5}),
+    "dots1": ("Dots1", {**GROUPED, "num_key_value_heads": 2, "sliding_window": 7, "max_window_layers": 1, "norm_topk_prob": True}),
+    "glm4_moe": ("Glm4Moe", {**GROUPED, "num_key_value_heads": 2, "attention_bias": True, "use_qk_norm": True, "n_group": 2}),
+    "glm4_moe, plain": ("Glm4Moe", {**GROUPED, "num_key_value_heads": 4, "norm_topk_prob": False, "routed_scaling_factor": 2.5}),
     "deepseek_v3": ("DeepseekV3", {**LATENT, "q_lora_rank": 10, "n_group": 4, "topk_group": 2}),
 }
 

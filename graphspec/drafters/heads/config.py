@@ -9,9 +9,10 @@ from pathlib import Path
 
 from ...config.checks import LONG, brief
 from ...errors import CheckpointError
-from ...facts.families import DEEPSEEK_V3, LLAMA, QWEN3, Family, no_window, window_by_layer
+from ...facts.families import DEEPSEEK_V3, LLAMA, QWEN3, Family
 from ...facts.files import plain
 from ...facts.keys import MOST_POSITIONS, Keys
+from ...facts.layer_kinds import no_window, window_by_layer
 from ...facts.model import ModelFacts, read_decoder
 from ...facts.multipliers import NO_MULTIPLIERS
 from ...facts.quantisation import read_quantisation
@@ -152,7 +153,7 @@ def head_decoder(keys: Keys, path: Path, architecture: str, family: Family = LLA
         keys = Keys({**keys.values, "max_position_embeddings": _POSITIONS}, keys.where)
         log_default(keys, "max_position_embeddings", "no limit", "a head drafts wherever its target has positions")
     read_quantisation(path)
-    decoder = read_decoder(keys, path, architecture, family)
+    decoder = read_decoder(keys, path, architecture, family).rotated_alike(keys.where)
     if decoder.latent is not None:
         decoder = replace(decoder, latent=replace(decoder.latent, norm_eps=decoder.rms_norm_eps))
     return decoder if stated else replace(decoder, max_position_embeddings=MOST_POSITIONS)

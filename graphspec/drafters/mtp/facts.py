@@ -180,7 +180,8 @@ def read_mtp_facts(path: str | Path, target: ModelFacts) -> MTPFacts:
         raise CheckpointError(f"{path}: model.layers.{heads[0]}.eh_proj.weight", expected, f"from {heads[0]}")
     first_layer = heads[0] if layout == "deepseek" else num_layers  # its index in the stack, which decides on its sliding window
     layers = Keys({**keys.values, "num_hidden_layers": first_layer + num_heads}, keys.where)
-    decoder = read_decoder(layers, path, architecture, family).layers_from(first_layer)
+    layers = layers if family.usual is None else family.usual(layers)
+    decoder = read_decoder(layers, path, architecture, family).layers_from(first_layer).rotated_alike(keys.where)
     decoder = _settle_experts(decoder, prefixes, names)
     return _facts(keys, path, target, decoder, num_heads, layout, heads[0])
 
@@ -211,6 +212,7 @@ def counted_facts(folder: Path, target: ModelFacts) -> tuple[MTPFacts, str]:
     count = keys.integer(next((key for key in COUNT_KEYS if keys.present(key)), COUNT_KEYS[0]))
     layers = keys.integer("num_hidden_layers")
     whole = Keys({**keys.values, "num_hidden_layers": layers + count}, keys.where)
-    decoder = read_decoder(whole, folder, architecture, family).layers_from(layers)
+    whole = whole if family.usual is None else family.usual(whole)
+    decoder = read_decoder(whole, folder, architecture, family).layers_from(layers).rotated_alike(keys.where)
     facts = _facts(keys, folder, target, decoder, count, layout, layers)
     return facts, f"{count} prediction head(s) of {facts.decoder.architecture}, as config.json counts them"

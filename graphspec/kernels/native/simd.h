@@ -85,6 +85,9 @@ inline f8 sigmoid8(f8 x) {
   return (x < zero ? e : one) / (one + e);
 }
 
+// x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), the tanh approximation of GELU (arXiv 1606.08415).
+inline f8 gelu8(f8 x) { return x * sigmoid8(splat(1.5957691216f) * (x + splat(0.044715f) * x * x * x)); }
+
 // Sixteen floats: one register of AVX-512, two of AVX2.
 #ifdef __AVX512F__
 struct f16 {

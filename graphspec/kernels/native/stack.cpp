@@ -20,10 +20,11 @@ namespace {
 struct LayerPlan {
   int64_t input_norm, qkv, qkv_code, qkv_bias, query_norm, key_norm, out, out_code, out_bias;
   int64_t mlp_norm, gate_up, gate_up_code, gate_up_bias, down, down_code, down_bias;
-  int64_t input_size, intermediate, window, kv_layer, tap;
+  int64_t out_norm, down_norm;  // of what a block adds
+  int64_t input_size, intermediate, window, kv_layer, tap, rope_rows;
 };
 struct StackPlan {
-  int64_t layers, hidden, heads, groups, dim, rotary, gated, final_norm, last_tap;
+  int64_t layers, hidden, heads, groups, dim, rotary, gated, gelu, final_norm, last_tap;
   double eps, scale;
 };
 
@@ -42,7 +43,7 @@ struct Call {
   int64_t first, last, num_taps, final_norm, kv_only;  // layers [first, last); num_taps 0: keep none
 };
 
-enum Phase { INPUT_NORM, QKV, ATTEND, OUT, MLP_NORM, GATE_UP, DOWN, PHASES };
+enum Phase { INPUT_NORM, QKV, ATTEND, OUT, OUT_NORM, MLP_NORM, GATE_UP, DOWN, DOWN_NORM, PHASES };
 
 // Rows per chunk of a norm. Up to one chunk of rows, the norm has no phase: each thread normalises them for itself, which is faster than a hand-over.
 constexpr int64_t ROWS = 16;
@@ -50,7 +51,7 @@ constexpr int64_t ROWS = 16;
 constexpr int64_t PAIRS = BLOCK / 2;
 
 struct Workspace {
-  Floats residual, normed, qkv, mixed, act;
+  Floats residual, normed, qkv, mixed, act, block;
   std::vector<Visible> see;
   std::vector<int64_t> windows, begin;
 };
@@ -75,6 +76,7 @@ class Stack final : public graphspec::Program {
     reserve(w_.qkv, rows_ * qkv_);
     reserve(w_.mixed, rows_ * query_);
     reserve(w_.act, rows_ * widest);
+    reserve(w_.block, rows_ * p_.hidden);
     shape_ = Shape{c_.lanes, c_.tokens, p_.heads, p_.groups, p_.dim, c_.columns, c_.page_size, c_.pages, 0, c_.num_words,
                    c_.tokens * qkv_, qkv_, (p_.gated ? 2 : 1) * p_.dim};
     // What queries see depends on a layer's window alone.
@@ -108,7 +110,9 @@ class Stack final : public graphspec::Program {
       case INPUT_NORM: return layer.input_norm >= 0 && rows_ > ROWS ? row_chunks() : 0;
       case QKV: return block_chunks(blocks(qkv_), each_qkv_);
       case ATTEND: return static_cast<int>(c_.lanes * p_.groups * splits_);
-      case MLP_NORM: return rows_ > ROWS ? row_chunks() : 0;
+      case OUT_NORM: return layer.out_norm >= 0 ? row_chunks() : 0;
+      case DOWN_NORM: return layer.down_norm >= 0 ? row_chunks() : 0;
+      case MLP_NORM: return layer.mlp_norm >= 0 && rows_ > ROWS ? row_chunks() : 0;
       case GATE_UP: return block_chunks(pairs(layer.intermediate), blocks_per_chunk(pairs(layer.intermediate), threads_));
       default: return block_chunks(blocks(p_.hidden), each_hidden_);
     }
@@ -123,13 +127,12 @@ class Stack final : public graphspec::Program {
       case INPUT_NORM: return norm(chunk, layer.input_norm, entering(l), w_.normed.data());
       case QKV: return qkv(l, chunk);
       case ATTEND: return attention(l, chunk);
-      case OUT: return add(chunk, {at(layer.out), layer.out_code, query_, p_.hidden}, layer.out_bias, w_.mixed.data(), entering(l), w_.residual.data());
+      case OUT: return add(chunk, {at(layer.out), layer.out_code, query_, p_.hidden}, layer.out_bias, w_.mixed.data(), layer.out_norm, entering(l), w_.residual.data());
+      case OUT_NORM: return add_normed(chunk, layer.out_norm, entering(l), w_.residual.data());
       case MLP_NORM: return norm(chunk, layer.mlp_norm, w_.residual.data(), w_.normed.data());
       case GATE_UP: return gate_up(layer, chunk);
-      default: {
-        float* to = l == count_ - 1 && !normed_at_end_ ? c_.out : w_.residual.data();
-        return add(chunk, {at(layer.down), layer.down_code, layer.intermediate, p_.hidden}, layer.down_bias, w_.act.data(), w_.residual.data(), to);
-      }
+      case DOWN: return add(chunk, {at(layer.down), layer.down_code, layer.intermediate, p_.hidden}, layer.down_bias, w_.act.data(), layer.down_norm, w_.residual.data(), leaving(l));
+      default: return add_normed(chunk, layer.down_norm, w_.residual.data(), leaving(l));
     }
   }
 
@@ -140,6 +143,7 @@ class Stack final : public graphspec::Program {
   const void* at(int64_t offset) const { return c_.weights + offset; }
   const float* floats(int64_t offset) const { return offset < 0 ? nullptr : reinterpret_cast<const float*>(c_.weights + offset); }
   const float* entering(int64_t l) const { return l == 0 ? c_.residual : w_.residual.data(); }
+  float* leaving(int64_t l) const { return l == count_ - 1 && !normed_at_end_ ? c_.out : w_.residual.data(); }
   int row_chunks() const { return static_cast<int>((rows_ + ROWS - 1) / ROWS); }
   static int block_chunks(int64_t count, int64_t each) { return static_cast<int>((count + each - 1) / each); }
   int64_t window_index(int64_t window) const {
@@ -210,17 +214,29 @@ class Stack final : public graphspec::Program {
     if (normed_at_end_) norm(chunk, p_.final_norm, w_.residual.data(), c_.out);
   }
 
-  // x @ weight^T + bias + before, into out; both [rows, hidden].
-  void add(int chunk, const Matrix& m, int64_t bias_at, const float* x, const float* before, float* out) {
+  // x @ weight^T + bias + before, into out; both [rows, hidden]. With a norm in between, the sum is left to add_normed().
+  void add(int chunk, const Matrix& m, int64_t bias_at, const float* x, int64_t norm, const float* before, float* out) {
     const float* bias = floats(bias_at);
+    const bool later = norm >= 0;
+    if (later) out = w_.block.data();
     auto write = [&](int64_t row, int rows, int64_t from, int64_t width, const float* values) {
       for (int r = 0; r < rows; ++r) {
         const int64_t to = (row + r) * p_.hidden + from;
         const float* v = values + r * GROUP * BLOCK;
-        for (int64_t i = 0; i < width; ++i) out[to + i] = before[to + i] + (bias == nullptr ? v[i] : v[i] + bias[from + i]);
+        for (int64_t i = 0; i < width; ++i) {
+          const float y = bias == nullptr ? v[i] : v[i] + bias[from + i];
+          out[to + i] = later ? y : before[to + i] + y;
+        }
       }
     };
     blocks_of(chunk, each_hidden_, m, x, write);
+  }
+
+  // before + norm(block), into out.
+  void add_normed(int chunk, int64_t weight, const float* before, float* out) {
+    const int64_t first = chunk * ROWS, last = std::min(rows_, (chunk + 1) * ROWS);
+    norm_rows(first, last, weight, w_.block.data(), w_.block.data());
+    for (int64_t i = first * p_.hidden; i < last * p_.hidden; ++i) out[i] = before[i] + w_.block[i];
   }
 
   void gate_up(const LayerPlan& layer, int chunk) {
@@ -234,13 +250,13 @@ class Stack final : public graphspec::Program {
           for (int i = 0; i < PAIRS; i += 8) {
             f8 g = load8(gate + i), up = load8(gate + PAIRS + i);
             if (biases != nullptr) g = g + load8(biases + i), up = up + load8(biases + PAIRS + i);
-            store8(product + i, g * sigmoid8(g) * up);
+            store8(product + i, (p_.gelu ? gelu8(g) : g * sigmoid8(g)) * up);
           }
           const int64_t to = (from / BLOCK + block) * PAIRS, count = std::min<int64_t>(PAIRS, layer.intermediate - to);
           std::memcpy(w_.act.data() + (row + r) * layer.intermediate + to, product, count * sizeof(float));
         }
     };
-    blocks_of(chunk, blocks_per_chunk(weight.blocks, threads_), weight, normed(layer.mlp_norm, w_.residual.data()), write);
+    blocks_of(chunk, blocks_per_chunk(weight.blocks, threads_), weight, layer.mlp_norm >= 0 ? normed(layer.mlp_norm, w_.residual.data()) : w_.residual.data(), write);
   }
 
   void rotate(float* head, const float* rope) const {
@@ -261,7 +277,7 @@ class Stack final : public graphspec::Program {
     const float *query_norm = floats(layer.query_norm), *key_norm = floats(layer.key_norm);
     float* keys = c_.pool + 2 * layer.kv_layer * plane;
     for (int64_t r = 0; r < rows_; ++r) {
-      const float* rope = c_.rope + std::clamp<int64_t>(c_.rope_row[r], 0, c_.rope_rows - 1) * p_.rotary;
+      const float* rope = c_.rope + std::clamp<int64_t>(c_.rope_row[r] + layer.rope_rows, 0, c_.rope_rows - 1) * p_.rotary;
       // Invalid tokens are written to the dummy page, which is never read.
       const int64_t slot = std::clamp<int64_t>(c_.slot[r], 0, length - 1), lane = r / c_.tokens;
       const int64_t page = c_.valid[r] ? c_.table[lane * c_.columns + slot / c_.page_size] : 0;

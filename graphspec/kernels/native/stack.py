@@ -54,11 +54,13 @@ class Layer:
         qkv: queries, each followed by its gate if there are gates, then keys, then values.
         query_norm, key_norm: ``[D]``, before the rotation.
         out: projection of the attention's output.
-        mlp_norm: weights of the norm before the MLP.
+        mlp_norm: weights of the norm before the MLP; None: no norm.
         gate_up: gate rows, then up rows.
         down: back to the hidden size.
         window: sliding window, None: none.
         kv_layer: of the pool.
+        out_norm, down_norm: weights of the norm of what attention and MLP add; None: no norm.
+        rope_rows: rows of the table of angles before those of this layer.
         tap: index of the residual stream that enters this layer among the features; None: not tapped.
     """
 
@@ -67,23 +69,27 @@ class Layer:
     query_norm: Tensor | None
     key_norm: Tensor | None
     out: Product
-    mlp_norm: Tensor
+    mlp_norm: Tensor | None
     gate_up: Product
     down: Product
     window: int | None
     kv_layer: int
     tap: int | None = None
+    out_norm: Tensor | None = None
+    down_norm: Tensor | None = None
+    rope_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StackShape:
-    """Shared by all layers of a stack: query heads, KV heads, head dimension, its rotated part, gates, epsilon of all norms, scale."""
+    """Shared by all layers: query heads, KV heads, head dimension, its rotated part, gates, GeGLU in place of SwiGLU, epsilon, scale."""
 
     heads: int
     groups: int
     dim: int
     rotary: int
     gated: bool
+    gelu: bool
     eps: float
     scale: float
 
@@ -147,15 +153,16 @@ def pack_stack(shape: StackShape, layers: Sequence[Layer], final_norm: Tensor | 
     blob, rows = _Blob(), []
     for layer in layers:
         tensors = (layer.input_norm, layer.qkv.bias, layer.query_norm, layer.key_norm, layer.out.bias, layer.mlp_norm)
-        for tensor in (*tensors, layer.gate_up.bias, layer.down.bias):
+        for tensor in (*tensors, layer.gate_up.bias, layer.down.bias, layer.out_norm, layer.down_norm):
             if tensor is not None:
                 require("weights", tensor, torch.float32)
         input_norm, qkv = blob.add(layer.input_norm), blob.product(layer.qkv)
         norms, out = (blob.add(layer.query_norm), blob.add(layer.key_norm)), blob.product(layer.out)
         mlp_norm, gate_up, down = blob.add(layer.mlp_norm), blob.product(_interleaved(layer.gate_up)), blob.product(layer.down)
+        added = blob.add(layer.out_norm), blob.add(layer.down_norm)
         sizes = layer.qkv.shape[1], layer.down.shape[1]
         window, tap = (-1 if value is None else value for value in (layer.window, layer.tap))
-        rows += [input_norm, *qkv, *norms, *out, mlp_norm, *gate_up, *down, *sizes, window, layer.kv_layer, tap]
+        rows += [input_norm, *qkv, *norms, *out, mlp_norm, *gate_up, *down, *added, *sizes, window, layer.kv_layer, tap, layer.rope_rows]
     *integers, eps, scale = astuple(shape)
     head = [len(layers), layers[0].down.shape[0], *integers, blob.add(final_norm), -1 if last_tap is None else last_tap]
     return torch.cat(blob.parts), torch.tensor([*head, bits(eps), bits(scale), *rows], dtype=torch.int64)

@@ -1,0 +1,219 @@
+"""What differs from layer to layer: sliding windows and rotation, under the names that configs give them. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .keys import MOST_LAYERS, Keys, is_integer
+from .rope import LAYER_KINDS
+
+Windows = Callable[[Keys, int], tuple[int | None, ...]]
+"""From a config and a number of layers: each layer's sliding window, None where it sees everything."""
+
+
+def no_window(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
+    """Whatever the config says of sliding windows, the family has none.
+
+    Raises:
+        CheckpointError: it says no integer.
+    """
+    window_everywhere(keys, num_layers, None)
+    return (None,) * num_layers
+
+
+def window_everywhere(keys: Keys, num_layers: int, default: int | None) -> tuple[int | None, ...]:
+    """The same window in every layer; null means none, an absent key ``default``.
+
+    Raises:
+        CheckpointError: no integer.
+    """
+    return (None if keys.values.get("sliding_window", default) is None else keys.integer("sliding_window", default),) * num_layers
+
+
+def window_by_flag(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
+    """The same window in every layer, with ``use_sliding_window`` only.
+
+    Raises:
+        CheckpointError: a flag that is none, or no integer.
+    """
+    windows = window_everywhere(keys, num_layers, 4096)
+    return windows if keys.flag("use_sliding_window", False) else no_window(keys, num_layers)
+
+
+def window_by_layer(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
+    """As :func:`window_by_flag`, in the layers that ``layer_types`` or ``max_window_layers`` say.
+
+    Raises:
+        CheckpointError: as there, or a list of another length or of other kinds of layers.
+    """
+    windows = window_by_flag(keys, num_layers)
+    kinds = keys.values.get("layer_types")
+    if not any(windows):
+        return windows
+    if kinds is None:
+        first = keys.integer("max_window_layers", 28, least=0)
+        return tuple(window if layer >= first else None for layer, window in enumerate(windows))
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
+        raise keys.error("layer_types", f"{num_layers} entries of full_attention or sliding_attention")
+    return tuple(window if kind == "sliding_attention" else None for kind, window in zip(kinds, windows, strict=True))
+
+
+def window_by_kind(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
+    """The window in the layers that ``layer_types`` calls sliding; null means that there is none.
+
+    Raises:
+        CheckpointError: no integer, or a list of another length or of other kinds of layers.
+    """
+    kinds = keys.values.get("layer_types")
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in LAYER_KINDS for kind in kinds):
+        raise keys.error("layer_types", f"{num_layers} entries of {' or '.join(LAYER_KINDS)}")
+    windows = window_everywhere(keys, num_layers, None)
+    return tuple(window if kind == "sliding_attention" else None for kind, window in zip(kinds, windows, strict=True))
+
+
+def _every(keys: Keys, period: int) -> list[str]:
+    """Kinds of layers of which every ``period``-th sees everything."""
+    count = keys.integer("num_hidden_layers", most=MOST_LAYERS)
+    return ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(count)]
+
+
+def _states_base(keys: Keys) -> bool:
+    places = (keys.values, keys.values.get("rope_parameters"), keys.values.get("rope_scaling"))
+    return any(isinstance(place, dict) and place.get("rope_theta") is not None for place in places)
+
+
+def _by_kind(values: dict[str, object], full_theta: float, sliding_theta: float, scaled: tuple[str, ...]) -> dict[str, object]:
+    """``rope_parameters`` by kind of layer, from ``rope_theta``, ``rope_local_base_freq`` and ``rope_scaling``.
+
+    Args:
+        values: of the config.
+        full_theta: base of layers that see everything, where the config doesn't say.
+        sliding_theta: of the others.
+        scaled: kinds that ``rope_scaling`` is about.
+    """
+    stated, scaling = values.get("rope_parameters"), values.get("rope_scaling") or {}
+    if isinstance(stated, dict) and any(isinstance(value, dict) for value in stated.values()):
+        return values
+    flat = {**(stated if isinstance(stated, dict) else {}), **(scaling if isinstance(scaling, dict) else {})}
+    theta = flat.pop("rope_theta", None) or values.get("rope_theta") or full_theta
+    bases = {"full_attention": theta, "sliding_attention": values.get("rope_local_base_freq") or sliding_theta}
+    ropes = {kind: {**(flat if kind in scaled else {}), "rope_theta": base} for kind, base in bases.items()}
+    rest = {key: value for key, value in values.items() if key not in ("rope_theta", "rope_scaling", "rope_local_base_freq")}
+    return {**rest, "rope_parameters": ropes}
+
+
+def gemma_keys(keys: Keys) -> Keys:
+    """Gemma's config with the usual name of the activation; the first releases write "gelu" and mean the tanh approximation.
+
+    Raises:
+        CheckpointError: another activation.
+    """
+    values = dict(keys.values)
+    name = "hidden_activation" if keys.present("hidden_activation") else "hidden_act"
+    if values.get(name, "gelu") not in ("gelu", "gelu_pytorch_tanh"):
+        raise keys.error(name, "gelu_pytorch_tanh")
+    values["hidden_act"] = "gelu_pytorch_tanh"
+    return Keys(values, keys.where)
+
+
+def gemma3_keys(keys: Keys) -> Keys:
+    """Gemma 3's config with ``layer_types`` and ``rope_parameters`` by kind of layer.
+
+    Raises:
+        CheckpointError: another activation, softcapped scores, or attention in both directions.
+    """
+    usual = gemma_keys(keys)
+    for key in ("attn_logit_softcapping", "use_bidirectional_attention"):
+        if keys.values.get(key) not in (None, False):
+            raise keys.error(key, "null: not supported")
+    usual.values.setdefault("sliding_window", 4096)
+    if not keys.present("layer_types"):
+        usual.values["layer_types"] = _every(keys, keys.integer("sliding_window_pattern", 6))
+    return Keys(_by_kind(usual.values, 1e6, 1e4, ("full_attention",)), keys.where)
+
+
+def olmo3_keys(keys: Keys) -> Keys:
+    """OLMo 3's config with ``layer_types``, and ``rope_parameters`` by kind of layer: only layers that see everything are scaled.
+
+    Raises:
+        CheckpointError: no number of layers.
+    """
+    values = {"sliding_window": 4096, **keys.values}
+    if not keys.present("layer_types"):
+        values["layer_types"] = _every(keys, 4)
+    theta = values.get("rope_theta") or 5e5
+    return Keys(_by_kind(values, theta, theta, ("full_attention",)), keys.where)
+
+
+def exaone_keys(keys: Keys) -> Keys:
+    """Exaone 4's config with ``layer_types``.
+
+    Raises:
+        CheckpointError: no number of layers, or a pattern that is none.
+    """
+    values = {"sliding_window": 4096, **keys.values}
+    if values["sliding_window"] is None:
+        values["layer_types"] = ["full_attention"] * keys.integer("num_hidden_layers", most=MOST_LAYERS)
+    elif not keys.present("layer_types"):
+        pattern = values.get("sliding_window_pattern", 4)
+        if pattern == "LLLG":  # three local layers, one global
+            pattern = 4
+        if not is_integer(pattern) or pattern < 1:
+            raise keys.error("sliding_window_pattern", "LLLG, or every how many layers one sees everything")
+        values["layer_types"] = _every(keys, pattern)
+    return Keys(values, keys.where)
+
+
+def smollm3_keys(keys: Keys) -> Keys:
+    """SmolLM3's config with ``no_rope_layers`` and ``layer_types``: with ``use_sliding_window``, layers without rotation have the window.
+
+    Raises:
+        CheckpointError: flags that are none, or not one for each layer.
+    """
+    count = keys.integer("num_hidden_layers", most=MOST_LAYERS)
+    values = {**({} if _states_base(keys) else {"rope_theta": 2e6}), **keys.values}
+    flags = keys.integers("no_rope_layers", f"{count} flags, 1 where a layer rotates", 0, 1)
+    if not flags:
+        interval = keys.integer("no_rope_layer_interval", 4)
+        flags = values["no_rope_layers"] = [int((layer + 1) % interval != 0) for layer in range(count)]
+    if len(flags) != count:
+        raise keys.error("no_rope_layers", f"{count} flags, 1 where a layer rotates")
+    if not keys.flag("use_sliding_window", False):
+        values["sliding_window"] = None
+    if not keys.present("layer_types"):
+        windowed = values.get("sliding_window") is not None
+        values["layer_types"] = ["sliding_attention" if windowed and not rotates else "full_attention" for rotates in flags]
+    return Keys(values, keys.where)
+
+
+def one_group_keys(keys: Keys) -> Keys:
+    """The config with experts in one group where it doesn't say, as transformers takes it."""
+    stated = {key: value for key, value in keys.values.items() if value is not None}
+    return Keys({**keys.values, **{key: stated.get(key, 1) for key in ("n_group", "topk_group")}}, keys.where)
+
+
+def dots_keys(keys: Keys) -> Keys:
+    """Dots 1's config with ``layer_types``: the last layers have the window.
+
+    Raises:
+        CheckpointError: no number of layers.
+    """
+    values = {"sliding_window": 4096, "norm_topk_prob": False, **one_group_keys(keys).values}
+    if not keys.present("layer_types"):
+        count, first = keys.integer("num_hidden_layers", most=MOST_LAYERS), keys.integer("max_window_layers", 62, least=0)
+        windowed = values["sliding_window"] is not None
+        values["layer_types"] = ["sliding_attention" if windowed and layer >= first else "full_attention" for layer in range(count)]
+    return Keys(values, keys.where)
+
+
+def listed_layers_rotate(keys: Keys, windows: Sequence[int | None]) -> tuple[bool, ...]:
+    """Layers that ``no_rope_layers`` has a 1 for."""
+    del windows
+    return tuple(flag == 1 for flag in keys.values["no_rope_layers"])
+
+
+def full_layers_pass(keys: Keys, windows: Sequence[int | None]) -> tuple[bool, ...]:
+    """Where some layers have a window, only these rotate."""
+    del keys
+    return tuple(window is not None or not any(windows) for window in windows)
