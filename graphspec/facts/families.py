@@ -35,8 +35,8 @@ from .layer_kinds import (
 from .layouts import (
     BAMBA_LAYOUT,
     FUSED_LAYOUT,
-    GEMMA3_LAYOUT,
     GRANITE_LAYOUT,
+    LANGUAGE_LAYOUT,
     NEMOTRON_LAYOUT,
     QWEN3_5_LAYOUT,
     QWEN3_NEXT_LAYOUT,
@@ -149,6 +149,12 @@ LLAMA = Family(
     multi_head=True,
     max_positions=2048,
     drafts_trees=True,
+)
+MISTRAL = Family(
+    name="mistral",
+    architectures=("MistralForCausalLM",),
+    window=partial(window_everywhere, default=4096),
+    max_positions=4096 * 32,
 )
 QWEN2 = Family(
     name="qwen2",
@@ -275,7 +281,7 @@ GEMMA3 = replace(
     GEMMA,
     name="gemma3_text",
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
-    layout=GEMMA3_LAYOUT,
+    layout=LANGUAGE_LAYOUT,
     norms="around",
     qk_norm="head",
     usual=gemma3_keys,
@@ -313,9 +319,39 @@ KIMI_LINEAR = Family(
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA,
-    Family(name="mistral", architectures=("MistralForCausalLM",), window=partial(window_everywhere, default=4096), max_positions=4096 * 32),
+    MISTRAL,
+    Family(
+        name="mistral3",
+        architectures=("Mistral3ForConditionalGeneration",),
+        layout=LANGUAGE_LAYOUT,
+        window=partial(window_everywhere, default=None),
+        nested="text_config",
+        max_positions=131072,
+    ),
+    replace(
+        MISTRAL,
+        name="ministral3",
+        architectures=("Ministral3ForCausalLM",),
+        window=partial(window_everywhere, default=None),
+        max_positions=262144,
+    ),
     QWEN2,
+    replace(
+        QWEN2,
+        name="qwen2_5_vl",
+        architectures=("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+        layout=LANGUAGE_LAYOUT,
+        nested="text_config",
+    ),
     QWEN3,
+    replace(
+        QWEN3,
+        name="qwen3_vl",
+        architectures=("Qwen3VLForConditionalGeneration",),
+        layout=LANGUAGE_LAYOUT,
+        nested="text_config",
+        max_positions=128000,
+    ),
     Family(
         name="qwen3_moe",
         architectures=("Qwen3MoeForCausalLM",),

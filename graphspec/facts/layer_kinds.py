@@ -117,19 +117,26 @@ def gemma_keys(keys: Keys) -> Keys:
     return Keys(values, keys.where)
 
 
+_GEMMA3 = {
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+}  # fmt: skip
+"""What published configs of models that see images leave to the defaults of transformers."""
+
+
 def gemma3_keys(keys: Keys) -> Keys:
     """Gemma 3's config with ``layer_types`` and ``rope_parameters`` by kind of layer.
 
     Raises:
         CheckpointError: another activation, softcapped scores, or attention in both directions.
     """
-    usual = gemma_keys(keys)
+    stated = {key: value for key, value in keys.values.items() if value is not None}
+    usual = gemma_keys(Keys({**_GEMMA3, **stated}, keys.where))
     for key in ("attn_logit_softcapping", "use_bidirectional_attention"):
         if keys.values.get(key) not in (None, False):
             raise keys.error(key, "null: not supported")
-    usual.values.setdefault("sliding_window", 4096)
     if not keys.present("layer_types"):
-        usual.values["layer_types"] = _every(keys, keys.integer("sliding_window_pattern", 6))
+        usual.values["layer_types"] = _every(usual, keys.integer("sliding_window_pattern", 6))
     return Keys(_by_kind(usual.values, 1e6, 1e4, ("full_attention",)), keys.where)
 
 

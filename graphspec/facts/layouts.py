@@ -146,11 +146,12 @@ QWEN3_5_LAYOUT = _target(
 )
 """Qwen3.5; the language model of a checkpoint that also sees images. Experts are stored in one tensor, or one by one."""
 
-GEMMA3_LAYOUT = _target(
+_SEEING = ("vision_tower.", "multi_modal_projector.", "visual.")
+LANGUAGE_LAYOUT = _target(
     renamed=(("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")),
-    unread=("model.vision_tower.", "vision_tower.", "model.multi_modal_projector.", "multi_modal_projector."),
+    unread=tuple(prefix + name for prefix in ("model.", "") for name in _SEEING),
 )
-"""Gemma 3; the language model of a checkpoint that also sees images, under its older and its newer names."""
+"""The language model of a checkpoint that also sees images, under older and newer names."""
 
 QWEN3_NEXT_LAYOUT = _target(*_hybrid_rules("in_proj_qkvz", "in_proj_ba"))
 """Qwen3-Next, whose projections are stored key head by key head."""

@@ -39,6 +39,8 @@ class RopeFacts:
     high_freq_factor: float = 4.0
     partial_rotary_factor: float = 1.0
     """Part of the head that is rotated, from its first element on; the rest passes."""
+    query_beta: float = 0.0
+    """Queries at position p are multiplied by ``1 + beta * log(1 + floor(p / original_max_position_embeddings))`` (Ministral 3)."""
     mscale_all_dim: float = 0.0
     """By which latent attention corrects its scale, see :func:`graphspec.facts.latent.read_latent`; 0: not at all."""
 
@@ -178,6 +180,9 @@ def _read_one(
         raise rope.error("rope_type" if "rope_type" in raw else "type", "one of " + ", ".join(kinds))
     partial = _read_partial(keys, rope, head_dim, partial_rotary)
     theta = _read_theta(keys, rope)
+    beta = _number_or(rope, "llama_4_scaling_beta", 0.0)
+    if beta and kind != "yarn":
+        raise rope.error("llama_4_scaling_beta", "0 without yarn")
     if kind == "default":
         return RopeFacts(theta, partial_rotary_factor=partial)
     from_lengths = kind == "yarn" and "factor" in raw and raw["factor"] is None  # null: the ratio of the two context lengths, below
@@ -211,6 +216,7 @@ def _read_one(
         raise rope.error("beta_fast", f"at least beta_slow = {slow:g}")
     return replace(
         facts,
+        query_beta=beta,
         factor=factor,
         original_max_position_embeddings=original,
         attention_factor=attention_factor,

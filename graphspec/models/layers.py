@@ -339,6 +339,8 @@ class SelfAttention(TokenMixer, ShardedModule):
         self.window_left = facts.sliding_window[layer]
         self.rope_rows = 0
         """Rows of the network's table before those of this layer's rotation."""
+        rope = facts.layer_rope[layer] if facts.layer_rope else facts.rope
+        self.query_growth = (rope.query_beta, rope.original_max_position_embeddings) if rope.query_beta else None
         self.gated, self.sharding = facts.family.attention_gate, facts.sharding
         fused = (2 * query if self.gated else query, key, key)
         self.qkv_proj = Linear(input_size or facts.hidden_size, *fused, bias=facts.attention_bias)
@@ -359,6 +361,10 @@ class SelfAttention(TokenMixer, ShardedModule):
 
     def inner(self, x_BTH: Hidden, rotation: Rotation, attention: Attention, norm: RMSNorm | None) -> Tensor:
         query_BTQD, gate_BTQD, key_BTGD, value_BTGD = self._project(x_BTH, norm)
+        if self.query_growth is not None:
+            beta, context = self.query_growth
+            growth_BT = 1 + beta * torch.log(1 + torch.floor(attention.position_BT / context))
+            query_BTQD = query_BTQD * growth_BT[..., None, None].to(query_BTQD.dtype)
         heads = self._heads(rotation)
         out_BTQD = attention(self.layer, query_BTQD, key_BTGD, value_BTGD, heads, self.scale, self.window_left)
         if gate_BTQD is not None:

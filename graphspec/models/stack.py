@@ -46,6 +46,8 @@ def packing_obstacle(layers: Sequence[PlainLayer]) -> str | None:
         return "a multiplier of what blocks add"
     if any(cast("SelfAttention", layer.self_attn).norms_apart for layer in layers):
         return "query and key norms over all heads together, or scaled in float32"
+    if any(cast("SelfAttention", layer.self_attn).query_growth is not None for layer in layers):
+        return "queries that grow with the position"
     return next(filter(None, map(_format_obstacle, layers)), None)
 
 
