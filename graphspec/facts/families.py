@@ -326,6 +326,7 @@ FAMILIES: tuple[Family, ...] = (
         layout=LANGUAGE_LAYOUT,
         window=partial(window_everywhere, default=None),
         nested="text_config",
+        tied=True,
         max_positions=131072,
     ),
     replace(
