@@ -13,6 +13,7 @@ from torch import Tensor
 
 from graphspec.kernels import OPS, KernelOp
 from graphspec.kernels.fused.launch import INTERPRETED, launch, recording
+from tests.kernels.cases import cases_of
 from tests.kernels.fused._touches import meetings
 from tests.kernels.proof.races import CONSTANT, DISJOINT, STORED_ONCE
 from tests.support.interpreter import interpreter_warnings
@@ -57,7 +58,7 @@ def test_a_conflict_of_stores_is_found() -> None:
 def test_declared_stores_do_not_overlap(op: KernelOp) -> None:
     """In calls that launch a kernel with a declaration; the other kernels are checked in compiled form."""
     function = op.implementation("fused")
-    for case in op.cases(torch.Generator().manual_seed(3)):
+    for case in cases_of(op, torch.Generator().manual_seed(3)):
         with recording() as recorded:
             op.call(function, case)
         if {each.kernel.fn.__name__ for each in recorded} & {*DISJOINT, *STORED_ONCE}:
