@@ -9,32 +9,34 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .op import Bool, Int8, Int32, Int64
+
 
 class Lanes(NamedTuple):
     """The lanes of a launch: the row of each, and that row's page table, seed and temperature."""
 
-    lane_row_B: Tensor
-    lane_table_BP: Tensor
-    lane_seed_B: Tensor
+    lane_row_B: Int64
+    lane_table_BP: Int32
+    lane_seed_B: Int64
     lane_temperature_B: Tensor
 
 
 class RowRequest(NamedTuple):
     """Parameters of a row's request in every sampling class."""
 
-    status_R: Tensor
-    budget_R: Tensor
-    seed_R: Tensor
+    status_R: Int64
+    budget_R: Int64
+    seed_R: Int64
     temperature_R: Tensor
-    draft_len_R: Tensor
-    stop_id_RE: Tensor
-    page_table_RP: Tensor
+    draft_len_R: Int64
+    stop_id_RE: Int64
+    page_table_RP: Int32
 
 
 class Truncation(NamedTuple):
     """The sampler's filters of each row."""
 
-    top_k_R: Tensor
+    top_k_R: Int64
     top_p_R: Tensor
     min_p_R: Tensor
 
@@ -45,74 +47,74 @@ class Penalties(NamedTuple):
     repetition_R: Tensor
     presence_R: Tensor
     frequency_R: Tensor
-    output_count_RV: Tensor
-    prompt_seen_RV: Tensor
+    output_count_RV: Int32
+    prompt_seen_RV: Int8
 
 
 class Window(NamedTuple):
     """The tokens that each row committed last, with the target's features, and the entries before them that a drafter reads again."""
 
-    window_len_R: Tensor
-    window_token_RAc: Tensor
+    window_len_R: Int64
+    window_token_RAc: Int64
     window_feature_RAcF: Tensor | None
-    lookback_token_RY: Tensor | None
+    lookback_token_RY: Int64 | None
     lookback_feature_RYF: Tensor | None
 
 
 class Progress(NamedTuple):
     """The progress of each row."""
 
-    seq_len_R: Tensor
-    budget_R: Tensor
-    status_R: Tensor
+    seq_len_R: Int64
+    budget_R: Int64
+    status_R: Int64
 
 
 class Limits(NamedTuple):
     """Conditions that end a row's run."""
 
-    status_R: Tensor
-    seq_len_R: Tensor
-    draft_len_R: Tensor
-    budget_R: Tensor
-    stop_id_RE: Tensor
+    status_R: Int64
+    seq_len_R: Int64
+    draft_len_R: Int64
+    budget_R: Int64
+    stop_id_RE: Int64
 
 
 class Candidates(NamedTuple):
     """The candidate pool."""
 
     candidate_score_BM: Tensor
-    candidate_token_BM: Tensor
-    candidate_parent_BM: Tensor
+    candidate_token_BM: Int64
+    candidate_parent_BM: Int64
 
 
 class Beams(NamedTuple):
     """The beams that one level passes to the next."""
 
-    beam_token_BK: Tensor
-    beam_index_BK: Tensor
-    beam_source_BK: Tensor
-    beam_path_BKS: Tensor
-    beam_ancestors_BKX: Tensor
-    beam_valid_BK: Tensor
-    beam_slot_BK: Tensor
-    beam_position_BK: Tensor
-    beam_end_B: Tensor
-    next_position_B: Tensor
+    beam_token_BK: Int64
+    beam_index_BK: Int64
+    beam_source_BK: Int64
+    beam_path_BKS: Int64
+    beam_ancestors_BKX: Int64
+    beam_valid_BK: Bool
+    beam_slot_BK: Int64
+    beam_position_BK: Int64
+    beam_end_B: Int64
+    next_position_B: Int64
 
 
 class Nodes(NamedTuple):
     """The verify tree."""
 
-    node_token_BN: Tensor
-    node_parent_BN: Tensor
-    node_depth_BN: Tensor
-    node_ancestors_BNX: Tensor
+    node_token_BN: Int64
+    node_parent_BN: Int64
+    node_depth_BN: Int64
+    node_ancestors_BNX: Int64
 
 
 class Run(NamedTuple):
     """The accepted run of a lane."""
 
-    sample_BN: Tensor
-    path_BA: Tensor
-    accept_len_B: Tensor
-    outcome_B: Tensor
+    sample_BN: Int64
+    path_BA: Int64
+    accept_len_B: Int64
+    outcome_B: Int64

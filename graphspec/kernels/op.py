@@ -1,8 +1,8 @@
-"""An op of the catalog: its reference, its other implementations, and small inputs to compare them on.
+"""An op of the catalog: its reference and its other implementations.
 
-The reference's annotated signature is the only source: the operator's schema, the arguments it writes and the inputs of ahead-of-time
-compilation are derived from it. A parameter may be a *group*, a NamedTuple of tensors. An operator of torch takes flat arguments, so its
-arguments are the fields of groups.
+The reference's annotated signature is the only source: the operator's schema, the arguments it writes, their dtypes and the inputs of
+ahead-of-time compilation are derived from it. A parameter may be a *group*, a NamedTuple of tensors. An operator of torch takes flat
+arguments, so its arguments are the fields of groups.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -23,9 +23,15 @@ from ..errors import ConfigError
 Case = dict[str, Any]
 """Arguments of one call by name; those of groups by the names of their fields."""
 
-WRITTEN = "written"
-"""Annotation of a parameter, tensor or group, that the op writes in place; every other argument is read only."""
-Written = Annotated[Tensor, WRITTEN]
+_T = TypeVar("_T")
+_WRITTEN = "written"
+Written = Annotated[_T, _WRITTEN]
+"""A parameter, tensor or group, that the op writes in place; every other argument is read only."""
+Bool = Annotated[Tensor, torch.bool]
+Int8 = Annotated[Tensor, torch.int8]
+Int32 = Annotated[Tensor, torch.int32]
+Int64 = Annotated[Tensor, torch.int64]
+"""Tensors of one dtype. A plain ``Tensor`` is of floating point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,7 @@ class Argument:
     Attributes:
         name: unique in the op.
         kind: its type: a tensor, a number, or an optional one.
+        dtype: of a tensor, as annotated; float32 stands for any floating point. None: it is no tensor.
         written: whether the op writes it in place.
         default: ``inspect.Parameter.empty``: none.
         group: the parameter of which it is a field; empty: none.
@@ -42,6 +49,7 @@ class Argument:
 
     name: str
     kind: Any
+    dtype: torch.dtype | None
     written: bool
     default: Any
     group: str = ""
@@ -62,19 +70,19 @@ class Signature:
         self.arguments: list[Argument] = []
         self._parameters: list[tuple[str, Any, Any]] = []
         for name, parameter in inspect.signature(function).parameters.items():
-            kind, written = _bare(hints[name])
+            kind, dtype, written = _bare(hints[name])
             options = get_args(kind) or (kind,)
             kinds = [option for option in options if option is not type(None)]
             group = kinds[0] if len(kinds) == 1 and hasattr(kinds[0], "_fields") else None
             self._parameters.append((name, group, parameter.default))
             if group is None:
-                self.arguments.append(Argument(name, kind, written, parameter.default))
+                self.arguments.append(Argument(name, kind, dtype, written, parameter.default))
                 continue
             for part, hint in get_type_hints(group, include_extras=True).items():
-                part_kind, part_written = _bare(hint)
+                part_kind, part_dtype, part_written = _bare(hint)
                 if type(None) in options:
                     part_kind = part_kind | None
-                self.arguments.append(Argument(part, part_kind, written or part_written, parameter.default, name))
+                self.arguments.append(Argument(part, part_kind, part_dtype, written or part_written, parameter.default, name))
 
     @property
     def written(self) -> tuple[str, ...]:
@@ -153,17 +161,19 @@ class Signature:
         return made
 
 
-def _bare(hint: Any) -> tuple[Any, bool]:
-    """A type without its annotations, and whether it, or its part other than None, is written."""
+def _bare(hint: Any) -> tuple[Any, torch.dtype | None, bool]:
+    """A type without its annotations, the dtype of a tensor, and whether it, or its part other than None, is written."""
     if get_origin(hint) is Annotated:
-        return get_args(hint)[0], WRITTEN in hint.__metadata__
+        kind, dtype, written = _bare(get_args(hint)[0])
+        dtypes = [note for note in hint.__metadata__ if isinstance(note, torch.dtype)]
+        return kind, dtypes[0] if dtypes else dtype, written or _WRITTEN in hint.__metadata__
     options = [_bare(option) for option in get_args(hint)] if type(None) in get_args(hint) else []
     if not options:
-        return hint, False
+        return hint, torch.float32 if hint is Tensor else None, False
     kind = options[0][0]
-    for option, _ in options[1:]:
+    for option, _, _ in options[1:]:
         kind = kind | option
-    return kind, any(written for _, written in options)
+    return kind, next((dtype for _, dtype, _ in options if dtype is not None), None), any(written for _, _, written in options)
 
 
 @dataclass(frozen=True)
@@ -174,7 +184,6 @@ class KernelOp:
 
     Attributes:
         reference: its docstring is the contract: shapes, dtypes and meaning.
-        cases: small example inputs, odd sizes included; drawn on the CPU.
         name: empty: the reference's.
         native: module of :mod:`graphspec.kernels` that has a function of the op's name; None: the CPU has no native kernel.
         fused: ``file:attribute`` of the operator in the folder ``fused`` next to the reference; empty: ``OP`` in the file of the op's name.
@@ -182,7 +191,6 @@ class KernelOp:
     """
 
     reference: Callable[..., Any]
-    cases: Callable[[torch.Generator], list[Case]]
     name: str = ""
     native: str | None = None
     fused: str = ""
@@ -239,7 +247,7 @@ class KernelOp:
     def without_data(self, sizes: Mapping[str, int], **given: Any) -> Case:
         """A case of ``meta`` tensors of given sizes.
 
-        A tensor's shape follows from its name: ``window_token_RAc`` is ``[R, Ac]``. Its dtype is that of the op's cases. An optional one is
+        A tensor's shape follows from its name: ``window_token_RAc`` is ``[R, Ac]``. Its dtype is the annotated one. An optional one is
         None if a size is missing.
 
         Args:
@@ -251,7 +259,7 @@ class KernelOp:
         """
         made: Case = {}
         for one in self.signature.arguments:
-            value = given[one.group] if one.group in given else given.get(one.name, self._dtypes.get(one.name, one.default))
+            value = given[one.group] if one.group in given else given.get(one.name, one.default if one.dtype is None else one.dtype)
             if isinstance(value, torch.dtype):
                 letters = re.findall("[A-Z][a-z]?|1", one.name.rpartition("_")[2])
                 known = bool(letters) and sizes.keys() | {"1"} >= set(letters)
@@ -261,8 +269,3 @@ class KernelOp:
                 raise KeyError(one.name)
             made[one.name] = torch.empty(value[1:], dtype=value[0], device="meta") if isinstance(value, tuple) else value
         return made
-
-    @cached_property
-    def _dtypes(self) -> dict[str, torch.dtype]:
-        cases = self.cases(torch.Generator().manual_seed(0))
-        return {name: value.dtype for case in cases for name, value in case.items() if isinstance(value, Tensor)}

@@ -119,9 +119,10 @@ def kernel(name: str) -> str:
     import torch
 
     from graphspec.kernels import OPS
+    from tests.kernels.cases import cases_of
 
     op = next(op for op in OPS if op.name == name)
-    case = op.cases(torch.Generator().manual_seed(0))[0]
+    case = cases_of(op, torch.Generator().manual_seed(0))[0]
 
     def run(function: Callable[..., Any]) -> list[torch.Tensor]:
         given = {k: v.cuda().clone() if isinstance(v, torch.Tensor) else v for k, v in case.items()}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from graphspec.kernels import OPS
+from tests.kernels.cases import cases_of
 
 
 def main() -> None:
     for op in OPS:
-        case = op.cases(torch.Generator().manual_seed(0))[0]
+        case = cases_of(op, torch.Generator().manual_seed(0))[0]
         op.call(op.implementation("fused"), {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in case.items()})
         torch.cuda.synchronize()
         print(op.name)

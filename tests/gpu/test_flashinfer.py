@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from graphspec.kernels import select_kernels
-from graphspec.kernels.attention.tree_attention import random_pool, tree_attention
+from graphspec.kernels.attention.tree_attention import tree_attention
 from graphspec.kernels.flashinfer import version
 from graphspec.kernels.flashinfer.planner import Planner
 from graphspec.kernels.flashinfer.xqa import bind_window
 from graphspec.kernels.host_step import HeadShape, PreparedCall
+from tests.kernels.cases.attention import random_pool
 from tests.support.planned import Case, cases, generate, self_drafting
 
 pytestmark = [

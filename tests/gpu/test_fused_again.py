@@ -12,6 +12,7 @@ from torch import Tensor
 from graphspec.kernels import OPS, KernelOp
 from graphspec.kernels.fused.launch import LaunchState, launching, semaphores
 from tests.gpu._merging import Merging, merging_calls
+from tests.kernels.cases import cases_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -50,7 +51,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("op", BY_OP)
 def test_the_same_bits_every_time(op: KernelOp) -> None:
-    for case in op.cases(torch.Generator().manual_seed(5)):
+    for case in cases_of(op, torch.Generator().manual_seed(5)):
         expected = outputs(op, on_gpu(case))
         for _ in range(LAUNCHES):
             assert_same(outputs(op, on_gpu(case)), expected)
@@ -78,7 +79,7 @@ def programmatic(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 def test_all_of_them_in_sequence_in_one_graph(programmatic: bool) -> None:
     """They share counters, and with programmatic launch each begins while the one before it still runs."""
-    cases = [(op, case) for op in OPS for case in op.cases(torch.Generator().manual_seed(6))]
+    cases = [(op, case) for op in OPS for case in cases_of(op, torch.Generator().manual_seed(6))]
     with launching(LaunchState()):
         expected = [outputs(op, on_gpu(case)) for op, case in cases]
     fresh, used = ([on_gpu(case) for _, case in cases] for _ in range(2))

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from graphspec.kernels.attention import chunk_attention, tree_attention
-from graphspec.kernels.attention.tree_attention import poison_unseen, random_pool, visible_slots
+from graphspec.kernels.attention.tree_attention import visible_slots
 from graphspec.kernels.op import KernelOp
+from tests.kernels.cases.attention import poison_unseen, random_pool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

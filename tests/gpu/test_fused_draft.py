@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from graphspec.kernels import OPS, KernelOp
+from tests.kernels.cases import cases_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -27,7 +28,7 @@ def outputs(op: KernelOp, function: Any, case: dict[str, Any]) -> list[Tensor]:
 @pytest.mark.parametrize("op", BY_OP)
 def test_fused_equals_reference(op: KernelOp) -> None:
     for seed in range(4):
-        for case in op.cases(torch.Generator().manual_seed(seed)):
+        for case in cases_of(op, torch.Generator().manual_seed(seed)):
             expected = outputs(op, op.reference, case)
             for _ in range(20):
                 for f, e in zip(outputs(op, op.implementation("fused"), case), expected, strict=True):
@@ -81,7 +82,7 @@ def test_bfloat16_features_keep_their_bits() -> None:
 
 def test_count_rows_of_a_real_vocabulary_are_cleared_while_others_stay() -> None:
     op = next(op for op in OPS if op.name == "mail_apply")
-    case = op.cases(torch.Generator().manual_seed(3))[1]
+    case = cases_of(op, torch.Generator().manual_seed(3))[1]
     rows = case["status_R"].shape[0]
     case["output_count_RV"] = torch.ones(rows, 128256, dtype=torch.int32)
     case["prompt_seen_RV"] = torch.ones(rows, 128256, dtype=torch.int8)

@@ -16,6 +16,7 @@ from graphspec.kernels.linear.fused.linear_tune import tune
 from graphspec.kernels.linear.fused.packed_linear import packed_linear
 from graphspec.kernels.linear.linear import linear as reference
 from graphspec.kernels.linear.packed import dequantise
+from tests.kernels.cases import cases_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -68,7 +69,7 @@ def test_bfloat16_against_float64(layer: str, rows: int) -> None:
 def test_codes_against_float64(dtype: torch.dtype) -> None:
     """The catalog's cases: every kind of code, as the numbers that it stands for."""
     op = next(op for op in OPS if op.name == "packed_linear")
-    for case in op.cases(torch.Generator().manual_seed(0)):
+    for case in cases_of(op, torch.Generator().manual_seed(0)):
         moved = {key: value.to(DEVICE) if isinstance(value, Tensor) else value for key, value in case.items()}
         arguments = op.signature.gather(moved)
         for name in ("x", "bias", "norm_weight", "residual"):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from graphspec.kernels import OPS, KernelOp
-from graphspec.kernels.recurrent.ssm_rule import random_ssm
-from graphspec.kernels.recurrent.state_cases import random_ancestors, random_tokens
+from tests.kernels.cases import cases_of
+from tests.kernels.cases.recurrent import random_ancestors, random_ssm, random_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -65,7 +65,7 @@ def assert_float_law(op: KernelOp, case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("op", BY_OP)
 def test_equals_the_reference(op: KernelOp) -> None:
     for seed in range(4):
-        for case in op.cases(torch.Generator().manual_seed(seed)):
+        for case in cases_of(op, torch.Generator().manual_seed(seed)):
             assert_float_law(op, case)
 
 

@@ -9,7 +9,8 @@ import torch
 
 from graphspec.kernels import OPS
 from graphspec.kernels.op import KernelOp
-from graphspec.kernels.tree.commit_rows import commit_case
+from tests.kernels.cases import cases_of
+from tests.kernels.cases.tree import commit_case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -49,7 +50,7 @@ def assert_same_bits(op: KernelOp, case: dict[str, Any], dtype: torch.dtype | No
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_equals_the_reference(op: KernelOp, dtype: torch.dtype | None) -> None:
     for seed in range(40):
-        for case in op.cases(torch.Generator().manual_seed(seed)):
+        for case in cases_of(op, torch.Generator().manual_seed(seed)):
             assert_same_bits(op, case, dtype)
 
 
@@ -76,7 +77,7 @@ def test_kv_move_at_the_size_of_a_model() -> None:
 
 @pytest.mark.parametrize("op", BY_OP)
 def test_replayed_equals_direct(op: KernelOp) -> None:
-    case = op.cases(torch.Generator().manual_seed(1))[0]
+    case = cases_of(op, torch.Generator().manual_seed(1))[0]
     direct, captured = on_gpu(case), on_gpu(case)
     fused = op.implementation("fused")
     op.call(fused, direct)

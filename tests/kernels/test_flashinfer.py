@@ -21,13 +21,14 @@ from graphspec.engine.request import SamplingParams
 from graphspec.errors import CaptureError, ConfigError
 from graphspec.kernels import KernelSet, resolve, select_kernels
 from graphspec.kernels import flashinfer as package
-from graphspec.kernels.attention.tree_attention import random_pool, tree_attention
+from graphspec.kernels.attention.tree_attention import tree_attention
 from graphspec.kernels.flashinfer import version, xqa
 from graphspec.kernels.flashinfer.kernels import FlashInferKernels
 from graphspec.kernels.flashinfer.planner import Planner
 from graphspec.kernels.flashinfer.xqa import bind_window, pack_words, scratch_bytes
 from graphspec.kernels.formulas import Rotation
 from graphspec.models.attention import HeadTransform, TreeAttention
+from tests.kernels.cases.attention import random_pool
 from tests.support.checkpoints import VOCAB_SIZE, build_hf
 from tests.support.engines import CHAIN, SMALL, TREE, Pair, ids, prompts, random_pair
 from tests.support.fake_cuda import NoHostTraffic, load_cuda_guard

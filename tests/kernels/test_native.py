@@ -12,9 +12,9 @@ from torch import Tensor
 
 from graphspec.errors import ConfigError, ResourceError
 from graphspec.kernels import native, resolve, select_kernels
-from graphspec.kernels.attention.tree_attention import random_pool
 from graphspec.kernels.native import build as native_build
 from graphspec.models.layers import Linear
+from tests.kernels.cases.attention import random_pool
 
 HEADS, GROUPS, DIM = 6, 2, 20
 

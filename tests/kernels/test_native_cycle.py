@@ -11,6 +11,7 @@ from graphspec.kernels import ATTENTION_OPS, LINEAR_OPS, OPS, select_kernels
 from graphspec.kernels.native import cycle
 from graphspec.kernels.threads import team_threads, torch_loops
 from graphspec.kernels.tree import draft_topk
+from tests.kernels.cases import cases_of
 
 WHOLE = tuple(op.name for op in OPS if "native" in op.implementations and op.name not in (*ATTENTION_OPS, *LINEAR_OPS))
 
@@ -57,7 +58,7 @@ def test_only_the_native_decoder_brings_them() -> None:
 
 def test_slots_that_lie_apart_are_refused() -> None:
     op = OPS[[op.name for op in OPS].index("tree_build")]
-    [case, *_] = op.cases(torch.Generator().manual_seed(0))
+    [case, *_] = cases_of(op, torch.Generator().manual_seed(0))
     apart = torch.empty(*case["node_token_BN"].shape, 2, dtype=torch.int64)[..., 0]
     with pytest.raises(ConfigError, match="contiguous slots"):
         op.call(cycle.tree_build, {**case, "node_token_BN": apart})

@@ -20,6 +20,7 @@ from graphspec.kernels.attention.tree_attention import visible_slots
 from graphspec.kernels.linear.packed import Packed, dequantise
 from graphspec.kernels.sampling.noise import counter_hash, gumbel_noise, mix32
 from graphspec.kernels.sampling.topk import stable_topk
+from tests.kernels.cases import cases_of
 from tests.support.fake_cuda import NoHostTraffic, load_cuda_guard
 from tests.support.interpreter import interpreter_warnings
 
@@ -32,7 +33,7 @@ BY_OP = [pytest.param(op, id=op.name) for op in OPS]
 
 
 def cases(op: KernelOp, seed: int = 0) -> list[dict[str, Any]]:
-    return op.cases(torch.Generator().manual_seed(seed))
+    return cases_of(op, torch.Generator().manual_seed(seed))
 
 
 def outputs(op: KernelOp, function: Callable[..., Any], case: dict[str, Any]) -> tuple[torch.Tensor, ...]:
@@ -124,7 +125,7 @@ def test_reference_reads_nothing_on_the_host(op: KernelOp) -> None:
 
 @pytest.mark.parametrize("op", BY_OP)
 def test_contract_is_written_down(op: KernelOp) -> None:
-    assert len(op.contract) > 200 and len(op.cases(torch.Generator())) >= 3
+    assert len(op.contract) > 200 and len(cases_of(op, torch.Generator())) >= 3
 
 
 @pytest.mark.parametrize("op", BY_OP)
@@ -154,6 +155,16 @@ def test_fakes_of_operators_are_the_results_of_the_reference(op: KernelOp) -> No
             continue
         for f, e in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, expected)), strict=True):
             assert (f.shape, f.dtype, f.device) == (e.shape, e.dtype, e.device) and f.is_contiguous()
+
+
+@pytest.mark.parametrize("op", BY_OP)
+def test_dtypes_are_annotated(op: KernelOp) -> None:
+    """Of every argument but the fields of a packed weight, whose formats differ; a plain tensor is of floating point."""
+    dtypes = {one.name: one.dtype for one in op.signature.arguments if one.group != "weight" and one.dtype is not None}
+    for case in cases(op):
+        for name, dtype in dtypes.items():
+            if isinstance(value := case.get(name), torch.Tensor):
+                assert value.dtype == dtype, name
 
 
 def test_a_case_without_data_has_the_shapes_of_its_names() -> None:

@@ -12,9 +12,9 @@ from torch import Tensor
 from graphspec.errors import ConfigError
 from graphspec.kernels import OPS
 from graphspec.kernels.recurrent.conv_shift import conv_shift
-from graphspec.kernels.recurrent.state_cases import random_ancestors, random_tokens
 from graphspec.kernels.recurrent.state_tokens import ancestor_matrix
 from graphspec.kernels.recurrent.tree_conv import tree_conv
+from tests.kernels.cases.recurrent import random_ancestors, random_tokens
 from tests.support.tiny import same_bits
 
 BY_NAME = {op.name: op for op in OPS}

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from graphspec.errors import ConfigError
-from graphspec.kernels.tree.tree_build import candidate_pool, tree_build
+from graphspec.kernels.tree.tree_build import tree_build
+from tests.kernels.cases.tree import candidate_pool
 from tests.support.tree_forms import (
     TreeMaskMode,
     depths_from_parents,

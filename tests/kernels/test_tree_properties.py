@@ -14,8 +14,10 @@ from torch import Tensor
 
 from graphspec.kernels.attention.kv_move import OP as KV_MOVE
 from graphspec.kernels.attention.kv_move import kv_move
-from graphspec.kernels.tree.tree_build import candidate_pool, causal_words, tree_build
+from graphspec.kernels.tree.tree_build import causal_words, tree_build
 from graphspec.kernels.tree.tree_walk import tree_walk
+from tests.kernels.cases import cases_of
+from tests.kernels.cases.tree import candidate_pool
 from tests.support.tree_forms import links_from_parents
 
 Node = tuple[int, int, int, set[int]]
@@ -224,7 +226,7 @@ def move_by_programs(case: dict[str, Any], order: random.Random | None) -> Tenso
 
 @pytest.mark.parametrize("seed", range(6))
 def test_kv_move_equals_programs_in_any_order(seed: int) -> None:
-    for case in KV_MOVE.cases(torch.Generator().manual_seed(seed)):
+    for case in cases_of(KV_MOVE, torch.Generator().manual_seed(seed)):
         expected = case["kv_pool"].clone()
         kv_move(**{**case, "kv_pool": expected})
         for order in (None, random.Random(seed), random.Random(seed + 100)):

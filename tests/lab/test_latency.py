@@ -123,7 +123,8 @@ def test_work_is_described_for_kernels_that_exist(hybrid: str) -> None:
 def test_codes_are_priced_by_their_bytes(name: str) -> None:
     """A product reads codes and all fields, and multiplies as many numbers as there are codes."""
     from graphspec.kernels.fused.launch import recording
-    from graphspec.kernels.linear.fused.packed_linear import FORMATS, dequantised, packed_linear
+    from graphspec.kernels.linear.fused.packed_linear import dequantised, packed_linear
+    from tests.kernels.proof.linear import FORMATS
 
     weight, x = FORMATS[name].without_data(4096, 14336), torch.empty(8, 14336, dtype=torch.bfloat16, device="meta")
     with recording() as launches:

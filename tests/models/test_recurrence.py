@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from graphspec.kernels import select_kernels
-from graphspec.kernels.recurrent.state_cases import random_ancestors
 from graphspec.kernels.recurrent.state_tokens import ancestor_matrix
 from graphspec.kernels.registry import KernelSet
 from graphspec.models.recurrence import (
@@ -24,6 +23,7 @@ from graphspec.models.recurrence import (
     commit_path,
     selective_rule,
 )
+from tests.kernels.cases.recurrent import random_ancestors
 from tests.support.tiny import hybrid_facts, same_bits
 
 LANES, NODES, WIDTH = 3, 9, 6

@@ -24,14 +24,14 @@ from graphspec.facts.folders import model_folder
 from graphspec.graphs.programs import Key, PrefillKey, describe, program_stages
 from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.kernels import select_kernels
-from graphspec.kernels.fused.aot import lowered, source_of
 from graphspec.kernels.fused.launch import Launch
-from graphspec.kernels.fused.races import merged
 from graphspec.models.decoder import Decoder
 from graphspec.models.layers import use_kernels
 from graphspec.plan.buffers import Arena
 from graphspec.plan.plan import Plan, make_plan
 from graphspec.shapes import GREEDY, SamplingClass
+from tests.kernels.proof.aot import lowered, source_of
+from tests.kernels.proof.races import merged
 from tests.support.fake_cuda import load_cuda_guard
 from tests.support.launches import operator_calls
 from tests.support.tiny import NETWORKS, move, structure_plan

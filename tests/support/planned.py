@@ -19,9 +19,7 @@ from graphspec.facts import LatentFacts, ModelFacts
 from graphspec.graphs.capture import ProgramCapturer
 from graphspec.graphs.cycle import Cycle
 from graphspec.kernels.attention.chunk_attention import chunk_attention
-from graphspec.kernels.attention.latent_attention import random_latent_pool
 from graphspec.kernels.attention.latent_chunk_attention import latent_chunk_attention
-from graphspec.kernels.attention.tree_attention import random_pool
 from graphspec.kernels.flashinfer.planner import Planner
 from graphspec.kernels.host_step import HeadShape, PreparedCall, RowSpan
 from graphspec.kernels.registry import KernelSet
@@ -29,6 +27,7 @@ from graphspec.models.layers import use_kernels
 from graphspec.plan.buffers import Arena
 from graphspec.plan.plan import Plan, make_plan
 from graphspec.shapes import SAMPLED
+from tests.kernels.cases.attention import random_latent_pool, random_pool
 from tests.support.tiny import latent_facts, model_facts, move, tiny_networks
 
 LATENT = HeadShape(4, 1, 12, 4, 0.3)

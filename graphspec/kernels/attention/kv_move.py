@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..op import Case, KernelOp, Written
+from ..op import Int32, Int64, KernelOp, Written
 from .paged_kv_write import locate
 
 
 def kv_move(
-    kv_pool: Written, table_RP: Tensor, seq_len_R: Tensor, path_BA: Tensor, accept_len_B: Tensor, lane_row_B: Tensor | None = None
+    kv_pool: Written[Tensor], table_RP: Int32, seq_len_R: Int64, path_BA: Int64, accept_len_B: Int64, lane_row_B: Int64 | None = None
 ) -> None:
     """Move row ``seq_len + path[i]`` to ``seq_len + i`` for ``i < accept_len``, in every layer, keys and values, in place.
 
@@ -36,36 +36,4 @@ def kv_move(
     kv_pool.index_put_((layer_L111, side_E11, page_BA, offset_BA), rows)
 
 
-def _cases(generator: torch.Generator) -> list[Case]:
-    def case(lanes: int, page_size: int, columns: int, heads: int, dim: int, layers: int, nodes: int, width: int) -> Case:
-        pages = lanes * columns + 1
-        path = torch.zeros(lanes, width, dtype=torch.int64)
-        for lane in range(lanes):
-            path[lane, 1:] = (torch.randperm(nodes - 1, generator=generator)[: width - 1] + 1).sort().values
-        return {
-            "kv_pool": torch.randn(layers, 2, pages, page_size, heads, dim, generator=generator),
-            "table_RP": (torch.randperm(pages - 1, generator=generator) + 1).view(lanes, columns).to(torch.int32),
-            "seq_len_R": torch.randint(0, columns * page_size - nodes + 1, (lanes,), generator=generator),
-            "path_BA": path,
-            "accept_len_B": torch.randint(0, width + 1, (lanes,), generator=generator),
-        }
-
-    def through_rows(case: Case) -> Case:
-        """The same lanes with their rows in another order, and the last lane padded: it has the dummy row, which owns no pages."""
-        lanes = case["path_BA"].shape[0]
-        case["accept_len_B"][-1] = 0
-        row = torch.cat((torch.randperm(lanes, generator=generator)[:-1], torch.tensor([lanes])))
-        table, seq_len = case["table_RP"], case["seq_len_R"]
-        return {
-            **case,
-            "table_RP": torch.cat((table, torch.zeros_like(table[:1]))),
-            "seq_len_R": torch.cat((seq_len, torch.full_like(seq_len[:1], -(2**40)))),
-            "lane_row_B": row,
-        }
-
-    many, latent = case(4, 16, 2, 2, 5, 3, 16, 6), case(2, 4, 5, 1, 6, 2, 9, 4)
-    latent["kv_pool"] = latent["kv_pool"][:, :1].contiguous()
-    return [case(1, 1, 6, 1, 1, 1, 5, 3), many, case(3, 3, 7, 3, 7, 2, 9, 4), through_rows(case(4, 4, 5, 2, 3, 2, 8, 4)), latent]
-
-
-OP = KernelOp(kv_move, _cases, native="native.state")
+OP = KernelOp(kv_move, native="native.state")

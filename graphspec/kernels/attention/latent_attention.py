@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..op import Case, KernelOp
-from .tree_attention import poison_unseen, tree_attention, visible_slots
+from ..op import Int32, Int64, KernelOp
+from .tree_attention import tree_attention
 
 
 def both_sides(latent_pool: Tensor) -> Tensor:
@@ -19,10 +19,10 @@ def latent_attention(
     query_rope_BTQR: Tensor,
     latent_pool: Tensor,
     layer: int,
-    table_BP: Tensor,
-    prefix_begin_BT: Tensor,
-    prefix_end_B: Tensor,
-    ancestors_BTX: Tensor,
+    table_BP: Int32,
+    prefix_begin_BT: Int64,
+    prefix_end_B: Int64,
+    ancestors_BTX: Int64,
     scale: float,
 ) -> Tensor:
     """Multi-head latent attention in absorbed form (DeepSeek-V2, arXiv 2405.04434, section 2.1): all heads share one row per slot.
@@ -54,46 +54,4 @@ def latent_attention(
     return out[..., : query_latent_BTQL.shape[-1]]
 
 
-def random_latent_pool(
-    generator: torch.Generator, *, lanes: int, columns: int, page_size: int, dim: int, layers: int
-) -> tuple[Tensor, Tensor]:
-    """A random latent pool of row width ``dim`` and a shuffled page table over it."""
-    pages = lanes * columns + 1
-    table = (torch.randperm(pages - 1, generator=generator) + 1).view(lanes, columns).to(torch.int32)
-    return torch.randn(layers, 1, pages, page_size, 1, dim, generator=generator), table
-
-
-def _cases(generator: torch.Generator) -> list[Case]:
-    def case(lanes: int, tokens: int, page_size: int, columns: int, heads: int, latent: int, rope: int, words: int) -> Case:
-        pool, table = random_latent_pool(generator, lanes=lanes, columns=columns, page_size=page_size, dim=latent + rope, layers=2)
-        length = columns * page_size
-        end = torch.randint(0, length, (lanes,), generator=generator)
-        begin = torch.randint(0, 3, (lanes, tokens), generator=generator)
-        reach = (torch.arange(64 * words) < length - end[:, None]) & (torch.arange(64 * words) < 2 * tokens)
-        bits = (torch.rand(lanes, tokens, 64 * words, generator=generator) < 0.4) & reach[:, None]
-        if tokens > 2:
-            bits[0, 1], begin[0, 1] = False, length
-        ancestors = (bits.view(lanes, tokens, words, 64).to(torch.int64) << torch.arange(64)).sum(-1)
-        poison_unseen(pool, table, visible_slots(begin, end, ancestors, length))
-        return {
-            "query_latent_BTQL": torch.randn(lanes, tokens, heads, latent, generator=generator),
-            "query_rope_BTQR": torch.randn(lanes, tokens, heads, rope, generator=generator),
-            "latent_pool": pool,
-            "layer": 1,
-            "table_BP": table,
-            "prefix_begin_BT": begin,
-            "prefix_end_B": end,
-            "ancestors_BTX": ancestors,
-            "scale": 0.15,
-        }
-
-    return [
-        case(1, 1, 1, 5, 1, 8, 2, 1),
-        case(3, 5, 16, 4, 6, 40, 8, 1),
-        case(2, 7, 1, 41, 3, 24, 6, 1),
-        case(2, 40, 16, 9, 2, 32, 16, 2),
-        case(1, 3, 4, 60, 16, 64, 16, 2),
-    ]
-
-
-OP = KernelOp(latent_attention, _cases, exact=False)
+OP = KernelOp(latent_attention, exact=False)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..formulas import Rotation, apply_rope, rms_norm
-from ..op import Case, KernelOp, Written
+from ..op import Bool, Int32, Int64, KernelOp, Written
 from .paged_kv_write import locate
 
 
@@ -17,16 +17,16 @@ def _rotate(x_BTQR: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, interleaved: bool)
 
 
 def latent_kv_write(
-    latent_pool: Written,
+    latent_pool: Written[Tensor],
     layer: int,
     latent_BTE: Tensor,
     query_rope_BTQR: Tensor,
     norm_weight_L: Tensor,
     rope_LD: Tensor,
-    rope_row_BT: Tensor,
-    table_BP: Tensor,
-    slot_BT: Tensor,
-    valid_BT: Tensor,
+    rope_row_BT: Int64,
+    table_BP: Int32,
+    slot_BT: Int64,
+    valid_BT: Bool,
     eps: float,
     interleaved: bool,
 ) -> Tensor:
@@ -66,33 +66,4 @@ def latent_kv_write(
     return _rotate(query_rope_BTQR, cos_BTD, sin_BTD, interleaved)
 
 
-def _cases(generator: torch.Generator) -> list[Case]:
-    def case(lanes: int, tokens: int, page_size: int, columns: int, heads: int, latent: int, rope: int, interleaved: bool) -> Case:
-        pages = lanes * columns + 1
-        slots = torch.stack([torch.randperm(columns * page_size, generator=generator)[:tokens] for _ in range(lanes)])
-        valid = torch.rand(lanes, tokens, generator=generator) < 0.7
-        angle = torch.rand(7, rope // 2, generator=generator) * 7
-        return {
-            "latent_pool": torch.randn(3, 1, pages, page_size, 1, latent + rope, generator=generator),
-            "layer": 1,
-            "latent_BTE": torch.randn(lanes, tokens, latent + rope, generator=generator),
-            "query_rope_BTQR": torch.randn(lanes, tokens, heads, rope + 3, generator=generator)[..., 3:],
-            "norm_weight_L": torch.randn(latent, generator=generator),
-            "rope_LD": torch.cat((angle.cos(), angle.sin()), -1),
-            "rope_row_BT": torch.randint(-2, 9, (lanes, tokens), generator=generator),
-            "table_BP": (torch.randperm(pages - 1, generator=generator) + 1).view(lanes, columns).to(torch.int32),
-            "slot_BT": torch.where(valid, slots, torch.tensor(-7)),
-            "valid_BT": valid,
-            "eps": 1e-6,
-            "interleaved": interleaved,
-        }
-
-    return [
-        case(1, 1, 1, 1, 1, 4, 2, True),
-        case(3, 5, 1, 9, 6, 24, 8, False),
-        case(2, 6, 16, 3, 16, 40, 16, True),
-        case(2, 3, 4, 5, 33, 7, 6, True),
-    ]
-
-
-OP = KernelOp(latent_kv_write, _cases, exact=False)
+OP = KernelOp(latent_kv_write, exact=False)

@@ -7,18 +7,18 @@ import math
 import torch
 from torch import Tensor
 
-from ..op import Case, KernelOp, Written
+from ..op import Int32, Int64, KernelOp, Written
 
 
 def page_feature_write(
-    page_feature: Written,
+    page_feature: Written[Tensor],
     page_size: int,
-    table_BP: Tensor,
-    begin_R: Tensor,
-    length_B: Tensor,
+    table_BP: Int32,
+    begin_R: Int64,
+    length_B: Int64,
     feature_BTF: Tensor,
-    path_BA: Tensor | None = None,
-    lane_row_B: Tensor | None = None,
+    path_BA: Int64 | None = None,
+    lane_row_B: Int64 | None = None,
 ) -> None:
     """Store the feature of every token that fills a page. Pages that tokens ``[begin, begin + length)`` don't fill keep theirs.
 
@@ -49,42 +49,4 @@ def page_feature_write(
     page_feature.index_put_((first_BE, first_BE, page_BE, first_BE), feature_BEF[:, :, None])
 
 
-def page_feature_case(
-    generator: torch.Generator, lanes: int, page_size: int, columns: int, features: int, width: int, nodes: int = 0
-) -> Case:
-    """Lanes of any length at any offset in their pages. With ``nodes`` the tokens are on a path over rows, and the last lane is padded."""
-
-    def draw(low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high, shape, generator=generator)
-
-    pages = lanes * columns + 1
-    case: Case = {
-        "page_feature": torch.randn(1, 1, pages, 1, 1, features, generator=generator),
-        "page_size": page_size,
-        "table_BP": (torch.randperm(pages - 1, generator=generator) + 1).view(lanes, columns).to(torch.int32),
-        "begin_R": draw(0, columns * page_size - width + 1, lanes),
-        "length_B": draw(0, width + 1, lanes),
-        "feature_BTF": torch.randn(lanes, nodes or width, features, generator=generator),
-    }
-    if not nodes:
-        # For chunks of prompts they are columns of the message.
-        case["begin_R"], case["length_B"] = torch.stack((case["begin_R"], case["length_B"]), 1).unbind(1)
-        return case
-    row = torch.cat((torch.randperm(lanes, generator=generator)[:-1], torch.tensor([lanes])))
-    case["length_B"][-1] = 0
-    case["table_BP"][-1] = 0
-    begin = torch.cat((case["begin_R"], torch.tensor([-(2**40)])))
-    return {**case, "begin_R": begin, "path_BA": draw(0, nodes, lanes, width), "lane_row_B": row}
-
-
-def _cases(generator: torch.Generator) -> list[Case]:
-    return [
-        page_feature_case(generator, 1, 4, 3, 5, 4),
-        page_feature_case(generator, 3, 1, 9, 7, 6),
-        page_feature_case(generator, 2, 3, 8, 2049, 17),
-        page_feature_case(generator, 4, 4, 3, 6, 5, nodes=9),
-        page_feature_case(generator, 2, 16, 2, 3, 1, nodes=1),
-    ]
-
-
-OP = KernelOp(page_feature_write, _cases, native="native.state")
+OP = KernelOp(page_feature_write, native="native.state")

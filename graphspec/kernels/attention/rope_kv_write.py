@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..formulas import Rotation, apply_rope, rms_norm
-from ..op import Case, KernelOp, Written
+from ..op import Bool, Int32, Int64, KernelOp, Written
 from .paged_kv_write import paged_kv_write
 
 
@@ -15,12 +14,12 @@ def rope_kv_write(
     key_BTGD: Tensor,
     value_BTGD: Tensor,
     rope_LD: Tensor,
-    rope_row_BT: Tensor,
-    kv_pool: Written,
+    rope_row_BT: Int64,
+    kv_pool: Written[Tensor],
     layer: int,
-    table_BP: Tensor,
-    slot_BT: Tensor,
-    valid_BT: Tensor,
+    table_BP: Int32,
+    slot_BT: Int64,
+    valid_BT: Bool,
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
     norm_eps: float = 0.0,
@@ -53,37 +52,4 @@ def rope_kv_write(
     return apply_rope(query_BTQD, cos_BTD, sin_BTD)
 
 
-def _cases(generator: torch.Generator) -> list[Case]:
-    def case(lanes: int, tokens: int, page_size: int, columns: int, queries: int, heads: int, dim: int, rotary: int, norm: bool) -> Case:
-        pages = lanes * columns + 1
-        slots = torch.stack([torch.randperm(columns * page_size, generator=generator)[:tokens] for _ in range(lanes)])
-        valid = torch.rand(lanes, tokens, generator=generator) < 0.7
-        fused = torch.randn(lanes, tokens, (queries + 2 * heads) * dim, generator=generator)
-        query, key, value = fused.split((queries * dim, heads * dim, heads * dim), -1)
-        angle = torch.rand(7, rotary // 2, generator=generator) * 6
-        made: Case = {
-            "query_BTQD": query.unflatten(-1, (queries, dim)),
-            "key_BTGD": key.unflatten(-1, (heads, dim)),
-            "value_BTGD": value.unflatten(-1, (heads, dim)),
-            "rope_LD": torch.cat((angle.cos(), angle.sin()), -1),
-            "rope_row_BT": torch.randint(-2, 9, (lanes, tokens), generator=generator),
-            "kv_pool": torch.randn(3, 2, pages, page_size, heads, dim, generator=generator),
-            "layer": 1,
-            "table_BP": (torch.randperm(pages - 1, generator=generator) + 1).view(lanes, columns).to(torch.int32),
-            "slot_BT": torch.where(valid, slots, torch.tensor(-7)),
-            "valid_BT": valid,
-        }
-        if norm:
-            made |= {name: torch.randn(dim, generator=generator) for name in ("query_norm", "key_norm")}
-            made |= {"norm_eps": 1e-6, "norm_offset": tokens % 2 == 0}
-        return made
-
-    return [
-        case(1, 1, 1, 1, 1, 1, 2, 2, False),
-        case(3, 5, 1, 9, 6, 2, 8, 8, True),
-        case(2, 6, 16, 3, 3, 3, 12, 6, True),
-        case(2, 3, 4, 3, 20, 4, 24, 24, False),
-    ]
-
-
-OP = KernelOp(rope_kv_write, _cases, exact=False)
+OP = KernelOp(rope_kv_write, exact=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..op import Case, KernelOp
+from ..op import Int32, Int64, KernelOp
 
 
 def gather_slots(pool_layer: Tensor, table_BP: Tensor) -> Tensor:
@@ -43,10 +43,10 @@ def tree_attention(
     query_BTQD: Tensor,
     kv_pool: Tensor,
     layer: int,
-    table_BP: Tensor,
-    prefix_begin_BT: Tensor,
-    prefix_end_B: Tensor,
-    ancestors_BTX: Tensor,
+    table_BP: Int32,
+    prefix_begin_BT: Int64,
+    prefix_end_B: Int64,
+    ancestors_BTX: Int64,
     scale: float,
 ) -> Tensor:
     """Attention of tree nodes, draft beams or window entries over their prefix and their own ancestors.
@@ -77,26 +77,6 @@ def tree_attention(
     return masked_attention(query_BTQD, kv_pool, layer, table_BP, prefix_BTL | window_BTL, scale)
 
 
-def random_pool(
-    generator: torch.Generator, *, lanes: int, columns: int, page_size: int, heads: int, dim: int, layers: int
-) -> tuple[Tensor, Tensor]:
-    """A random pool and a shuffled page table over it."""
-    pages = lanes * columns + 1
-    table = (torch.randperm(pages - 1, generator=generator) + 1).view(lanes, columns).to(torch.int32)
-    return torch.randn(layers, 2, pages, page_size, heads, dim, generator=generator), table
-
-
-def poison_unseen(kv_pool: Tensor, table_BP: Tensor, visible_BTL: Tensor) -> None:
-    """Fill every slot that no query may see with NaN, in all layers, the dummy page included."""
-    page_size = kv_pool.shape[3]
-    slot_L = torch.arange(visible_BTL.shape[-1])
-    seen = torch.zeros(kv_pool.shape[2], page_size, dtype=torch.bool)
-    for lane in range(table_BP.shape[0]):
-        visible_L = visible_BTL[lane].any(0)
-        seen[table_BP[lane, slot_L // page_size].long(), slot_L % page_size] |= visible_L
-    kv_pool[:, :, ~seen] = torch.nan
-
-
 def visible_slots(prefix_begin_BT: Tensor, prefix_end_B: Tensor, ancestors_BTX: Tensor, length: int) -> Tensor:
     """Visibility, bool ``[B, T, length]``, by plain loops, independent of the reference."""
     lanes, tokens, words = ancestors_BTX.shape
@@ -111,36 +91,4 @@ def visible_slots(prefix_begin_BT: Tensor, prefix_end_B: Tensor, ancestors_BTX: 
     return visible
 
 
-def _cases(generator: torch.Generator) -> list[Case]:
-    def case(lanes: int, tokens: int, page_size: int, columns: int, queries: int, groups: int, dim: int, layers: int, words: int) -> Case:
-        pool, table = random_pool(generator, lanes=lanes, columns=columns, page_size=page_size, heads=groups, dim=dim, layers=layers)
-        length = columns * page_size
-        end = torch.randint(0, length, (lanes,), generator=generator)
-        begin = torch.randint(0, 3, (lanes, tokens), generator=generator)
-        reach = (torch.arange(64 * words) < length - end[:, None]) & (torch.arange(64 * words) < 2 * tokens)
-        bits = (torch.rand(lanes, tokens, 64 * words, generator=generator) < 0.4) & reach[:, None]
-        if tokens > 2:
-            bits[0, 1], begin[0, 1] = False, length
-        ancestors = (bits.view(lanes, tokens, words, 64).to(torch.int64) << torch.arange(64)).sum(-1)
-        poison_unseen(pool, table, visible_slots(begin, end, ancestors, length))
-        return {
-            "query_BTQD": torch.randn(lanes, tokens, queries, dim, generator=generator),
-            "kv_pool": pool,
-            "layer": layers - 1,
-            "table_BP": table,
-            "prefix_begin_BT": begin,
-            "prefix_end_B": end,
-            "ancestors_BTX": ancestors,
-            "scale": dim**-0.5,
-        }
-
-    return [
-        case(1, 1, 1, 5, 1, 1, 8, 1, 1),
-        case(3, 5, 16, 4, 6, 2, 16, 2, 1),
-        case(2, 7, 1, 41, 6, 2, 5, 3, 1),
-        case(2, 40, 16, 9, 3, 3, 24, 2, 2),
-        case(1, 9, 4, 30, 8, 2, 64, 1, 2),
-    ]
-
-
-OP = KernelOp(tree_attention, _cases, native="native", exact=False)
+OP = KernelOp(tree_attention, native="native", exact=False)

@@ -2,8 +2,8 @@
 
 The kernels of an op are in the folder ``fused`` next to its contract. Nothing in these folders is imported unless ``kernels.mode=fused`` is
 chosen, so a machine that runs the references needs no Triton. Every file has the kernels, a *launcher* (a function with the op's signature)
-and ``OP``, the launcher registered with ``torch.library`` so that compiled regions see one opaque operator. ``AOT`` lists calls on ``meta``
-tensors in the shapes of real models; :mod:`graphspec.kernels.fused.aot` compiles their kernels without a GPU.
+and ``OP``, the launcher registered with ``torch.library`` so that compiled regions see one opaque operator. ``sm_90.json`` has the
+registers and shared memory of the compiled kernels, which ``python -m tests.kernels.proof.aot`` writes without a GPU.
 """
 
 from __future__ import annotations

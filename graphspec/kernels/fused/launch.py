@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -98,26 +98,6 @@ class Launch:
     constexprs: dict[str, Any]
     num_warps: int
     num_stages: int
-
-
-@dataclass(frozen=True, slots=True)
-class AotCase:
-    """A call of a launcher on ``meta`` tensors, in the shapes of a real model.
-
-    Attributes:
-        name: unique in its file, and part of its key in the table of registers.
-        launcher: the launcher.
-        arguments: returns its keyword arguments; a function, so that listing the cases allocates nothing.
-    """
-
-    name: str
-    launcher: Callable[..., Any]
-    arguments: Callable[[], dict[str, Any]]
-
-
-def aot_case(name: str, op: KernelOp, launcher: Callable[..., Any], sizes: Mapping[str, int], **given: Any) -> AotCase:
-    """A case that calls an op's launcher with these sizes; see :meth:`~graphspec.kernels.op.KernelOp.without_data`."""
-    return AotCase(name, launcher, lambda: op.signature.gather(op.without_data(sizes, **given)))
 
 
 @dataclass(slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch.nn.functional as F
-from torch import Generator, Tensor, randn
+from torch import Tensor
 
 from ..formulas import rms_norm, silu_mul
-from ..op import Case, KernelOp
+from ..op import KernelOp
 
 
 class ResidualStream(NamedTuple):
@@ -84,31 +84,4 @@ def finish(out: Tensor, residual: Hidden | None, gated: bool, float32: bool) -> 
     return ResidualStream(out) if isinstance(residual, ResidualStream) else out
 
 
-def _cases(generator: Generator) -> list[Case]:
-    def case(rows: tuple[int, ...], channels: int, outputs: int, *parts: str) -> Case:
-        made: Case = {
-            "x": randn(*rows, channels, generator=generator),
-            "weight": randn(outputs, channels, generator=generator) / channels**0.5,
-        }
-        if "bias" in parts:
-            made["bias"] = randn(outputs, generator=generator)
-        if "norm" in parts or "offset" in parts:
-            made |= {"norm_weight": randn(channels, generator=generator), "norm_eps": 1e-5, "norm_offset": "offset" in parts}
-        if "gated" in parts:
-            made["gated"] = True
-        if "residual" in parts:
-            made["residual"] = randn(*rows, outputs // 2 if "gated" in parts else outputs, generator=generator)
-        return made
-
-    return [
-        case((1,), 33, 17),
-        case((2, 3), 48, 40, "norm"),
-        case((16,), 20, 130, "residual"),
-        case((7,), 8, 16, "norm", "gated"),
-        case((1,), 64, 1100, "bias", "residual"),
-        case((13,), 96, 900, "offset", "gated", "bias"),
-        case((5,), 40, 24, "norm", "residual", "bias"),
-    ]
-
-
-OP = KernelOp(linear, _cases, native="native", exact=False)
+OP = KernelOp(linear, native="native", exact=False)

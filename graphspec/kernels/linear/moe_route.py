@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..op import Case, KernelOp
+from ..op import Bool, KernelOp
 from ..sampling.topk import stable_topk
 
 NORM_EPS = 1e-20
@@ -15,7 +15,7 @@ NORM_EPS = 1e-20
 def moe_route(
     logits_TE: Tensor,
     bias_E: Tensor | None,
-    valid_T: Tensor,
+    valid_T: Bool,
     topk: int,
     groups: int,
     topk_groups: int,
@@ -76,36 +76,4 @@ def moe_route(
     return torch.where(valid_T[:, None], index_TK, -1), torch.where(valid_T[:, None], weight_TK * scaling, 0.0)
 
 
-def _cases(generator: torch.Generator) -> list[Case]:
-    def case(tokens: int, experts: int, topk: int, groups: int, topk_groups: int, sigmoid: bool, normalize: bool, coarse: bool) -> Case:
-        logits = torch.randn(tokens, experts, generator=generator)
-        if coarse:
-            # Many ties.
-            logits = logits.round()
-        if not sigmoid:
-            logits[-1, : experts // 2] = torch.nan
-        valid = torch.rand(tokens, generator=generator) < 0.8
-        return {
-            "logits_TE": logits,
-            "bias_E": torch.randn(experts, generator=generator).mul(4).round() / 4 if sigmoid else None,
-            "valid_T": valid | (torch.arange(tokens) == 0),
-            "topk": topk,
-            "groups": groups,
-            "topk_groups": topk_groups,
-            "group_best": 2 if sigmoid else 1,
-            "sigmoid": sigmoid,
-            "normalize": normalize,
-            "scaling": 2.5 if groups > 1 else 1.0,
-        }
-
-    return [
-        case(1, 1, 1, 1, 1, False, True, False),
-        case(5, 16, 6, 8, 3, True, True, False),
-        case(3, 30, 4, 5, 2, False, False, True),
-        case(4, 60, 8, 1, 1, False, True, True),
-        case(7, 64, 8, 8, 4, True, True, False),
-        case(2, 6, 6, 3, 3, True, False, False),
-    ]
-
-
-OP = KernelOp(moe_route, _cases, exact=False)
+OP = KernelOp(moe_route, exact=False)

@@ -5,13 +5,11 @@ Contracts are next to the references, in the files of the same names one folder 
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
 from torch import Tensor
 
 from ..groups import Beams, Candidates, Nodes
-from ..op import WRITTEN
+from ..op import Written
 from ..tree import draft_topk as draft_topks
 from . import define_op
 from .call import call, dense, require, require_slots
@@ -36,7 +34,7 @@ def _top_shape(logits: Tensor, topk: int, *_: object) -> tuple[Tensor, Tensor]:
 
 def _draft_level(
     increment_BEK: Tensor, next_BEK: Tensor, level: int, beams: bool, shift: int, lane_row_B: Tensor, status_R: Tensor, seq_len_R: Tensor,
-    candidates: Annotated[Candidates, WRITTEN], carried: Annotated[Beams, WRITTEN],
+    candidates: Written[Candidates], carried: Written[Beams],
 ) -> None:  # fmt: skip
     slots = (*candidates, *carried)
     require_slots(*slots)
@@ -48,7 +46,7 @@ def _draft_level(
 
 def _tree_build(
     score_BM: Tensor, token_BM: Tensor, parent_BM: Tensor, lane_row_B: Tensor, window_token_RAc: Tensor, window_len_R: Tensor,
-    nodes: Annotated[Nodes, WRITTEN], max_depth: int,
+    nodes: Written[Nodes], max_depth: int,
 ) -> None:  # fmt: skip
     require_slots(*nodes)
     require("score", score_BM, torch.float32)
@@ -58,9 +56,7 @@ def _tree_build(
     call("tree_build", (*read, *nodes), *sizes)
 
 
-def _marginal_pool(
-    increment_BSK: Tensor, next_BSK: Tensor, lane_row_B: Tensor, status_R: Tensor, candidates: Annotated[Candidates, WRITTEN]
-) -> None:
+def _marginal_pool(increment_BSK: Tensor, next_BSK: Tensor, lane_row_B: Tensor, status_R: Tensor, candidates: Written[Candidates]) -> None:
     require_slots(*candidates)
     require("increment", increment_BSK, torch.float32)
     read = map(dense, (increment_BSK, next_BSK, lane_row_B, status_R))

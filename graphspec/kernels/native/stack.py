@@ -171,7 +171,7 @@ def pack_stack(shape: StackShape, layers: Sequence[Layer], final_norm: Tensor | 
 def _decode(
     residual: Tensor,
     entering: Tensor | None,
-    kv_pool: Written,
+    kv_pool: Written[Tensor],
     weights: Tensor,
     plan: Tensor,
     rope: Tensor,

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
-from ..op import Case, KernelOp, Written
+from ..op import Bool, Int64, KernelOp, Written
 
 
 def conv_shift(
     input_UBTE: Tensor,
-    column_RUOE: Written,
+    column_RUOE: Written[Tensor],
     layer: int,
-    lane_row_B: Tensor,
-    path_BA: Tensor,
-    length_B: Tensor,
-    fresh_B: Tensor | None = None,
+    lane_row_B: Int64,
+    path_BA: Int64,
+    length_B: Int64,
+    fresh_B: Bool | None = None,
 ) -> None:
     """The columns of each lane's row, then the inputs ``path[:length]``, oldest first: keep the last O of them, in place.
 
@@ -46,25 +46,4 @@ def conv_shift(
     column_RUOE[:, layer : layer + layers].index_copy_(0, lane_row_B, torch.where(on_path_BO[:, None, :, None], new_BUOE, kept_BUOE))
 
 
-def _cases(generator: Generator) -> list[Case]:
-    def case(layers: int, lanes: int, tokens: int, width: int, columns: int, channels: int, *, fresh: bool = False) -> Case:
-        path = torch.stack([torch.randperm(tokens, generator=generator)[:width].sort().values for _ in range(lanes)])
-        length = torch.randint(0, width + 1, (lanes,), generator=generator)
-        inputs = torch.randn(layers, lanes, tokens, channels, generator=generator)
-        for lane in range(lanes):
-            off = [node for node in range(tokens) if node not in path[lane, : int(length[lane])].tolist()]
-            inputs[:, lane, off] = torch.nan
-        return {
-            "input_UBTE": inputs,
-            "column_RUOE": torch.randn(lanes + 1, 3, columns, channels, generator=generator),
-            "layer": 3 - layers,
-            "lane_row_B": torch.randperm(lanes + 1, generator=generator)[:lanes],
-            "path_BA": path,
-            "length_B": length,
-            "fresh_B": torch.rand(lanes, generator=generator) < 0.5 if fresh else None,
-        }
-
-    return [case(1, 1, 1, 1, 3, 4), case(3, 3, 9, 5, 3, 6), case(2, 4, 5, 5, 1, 3), case(1, 3, 12, 12, 3, 5, fresh=True)]
-
-
-OP = KernelOp(conv_shift, _cases, native="native.recurrent")
+OP = KernelOp(conv_shift, native="native.recurrent")

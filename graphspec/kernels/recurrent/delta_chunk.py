@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import Tensor
 
-from ..op import KernelOp, Written
+from ..op import Bool, Int64, KernelOp, Written
 from .delta_rule import delta_solve_block, delta_tokens
-from .state_cases import random_tokens, run_cases
 from .state_runs import run_blocks
 from .state_tokens import rows_of
 
@@ -16,11 +13,11 @@ from .state_tokens import rows_of
 def delta_chunk(
     mixed_BTE: Tensor,
     gate_BTG: Tensor,
-    matrix_RUHKV: Written,
+    matrix_RUHKV: Written[Tensor],
     layer: int,
-    lane_row_B: Tensor,
-    length_B: Tensor,
-    fresh_B: Tensor | None = None,
+    lane_row_B: Int64,
+    length_B: Int64,
+    fresh_B: Bool | None = None,
 ) -> Tensor:
     """What ``delta_scan`` computes, by matrix products over blocks of tokens (arXiv 2412.06464, 3).
 
@@ -42,4 +39,4 @@ def delta_chunk(
     return out_BTHV.to(mixed_BTE.dtype)
 
 
-OP = KernelOp(delta_chunk, partial(run_cases, random_tokens), native="native.recurrent", exact=False)
+OP = KernelOp(delta_chunk, native="native.recurrent", exact=False)

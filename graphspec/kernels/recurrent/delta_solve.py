@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from ..op import KernelOp
+from ..op import Int64, KernelOp
 from .delta_rule import delta_solve_block, delta_tokens
-from .state_cases import random_tokens, tree_cases
 from .state_tokens import ancestor_matrix, rows_of
 
 
-def delta_solve(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, ancestors_BTX: Tensor) -> Tensor:
+def delta_solve(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Int64, ancestors_BTX: Int64) -> Tensor:
     """What ``delta_walk`` computes, by matrix products and one triangular system per head and lane.
 
     Nodes are ordered, ancestors first, so the system is lower triangular; decays sum along each node's path, and pairs that share none are
@@ -34,4 +31,4 @@ def delta_solve(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer
     return torch.where(used_BT[..., None, None], read_BTHV, 0.0).to(mixed_BTE.dtype)
 
 
-OP = KernelOp(delta_solve, partial(tree_cases, random_tokens), native="native.recurrent", exact=False)
+OP = KernelOp(delta_solve, native="native.recurrent", exact=False)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import Tensor
 
-from ..op import KernelOp
+from ..op import Int64, KernelOp
 from .delta_rule import delta_tokens, delta_update
-from .state_cases import random_tokens, tree_cases
 from .state_runs import walk_tree
 from .state_tokens import rows_of
 
 
-def delta_walk(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, ancestors_BTX: Tensor) -> Tensor:
+def delta_walk(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Int64, ancestors_BTX: Int64) -> Tensor:
     """What every node reads after its own ancestors and itself have updated its row's state, one after the other.
 
     The update is that of ``delta_rule``, with the same operations in the same order whatever the tree: a node's result
@@ -39,4 +36,4 @@ def delta_walk(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer:
     return walk_tree(delta_update, start_BHKV, tokens, ancestors_BTX).to(mixed_BTE.dtype)
 
 
-OP = KernelOp(delta_walk, partial(tree_cases, random_tokens), native="native.recurrent", exact=False)
+OP = KernelOp(delta_walk, native="native.recurrent", exact=False)

@@ -6,9 +6,8 @@ from functools import partial
 
 from torch import Tensor
 
-from ..op import KernelOp, Written
-from .ssm_rule import random_ssm, ssm_block, ssm_tokens
-from .state_cases import run_cases
+from ..op import Bool, Int64, KernelOp, Written
+from .ssm_rule import ssm_block, ssm_tokens
 from .state_runs import run_blocks
 from .state_tokens import rows_of
 
@@ -17,11 +16,11 @@ def ssm_chunk(
     mixed_BTE: Tensor,
     gate_BTG: Tensor,
     skip_H: Tensor,
-    matrix_RUHKV: Written,
+    matrix_RUHKV: Written[Tensor],
     layer: int,
-    lane_row_B: Tensor,
-    length_B: Tensor,
-    fresh_B: Tensor | None = None,
+    lane_row_B: Int64,
+    length_B: Int64,
+    fresh_B: Bool | None = None,
 ) -> Tensor:
     """What ``ssm_scan`` computes, by matrix products over blocks of tokens (arXiv 2405.21060, section 6).
 
@@ -41,4 +40,4 @@ def ssm_chunk(
     return out_BTHV.to(mixed_BTE.dtype)
 
 
-OP = KernelOp(ssm_chunk, partial(run_cases, random_ssm), native="native.recurrent", exact=False)
+OP = KernelOp(ssm_chunk, native="native.recurrent", exact=False)

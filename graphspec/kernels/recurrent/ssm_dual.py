@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from ..op import KernelOp
-from .ssm_rule import random_ssm, ssm_block, ssm_tokens
-from .state_cases import tree_cases
+from ..op import Int64, KernelOp
+from .ssm_rule import ssm_block, ssm_tokens
 from .state_tokens import ancestor_matrix, rows_of
 
 
 def ssm_dual(
-    mixed_BTE: Tensor, gate_BTG: Tensor, skip_H: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, ancestors_BTX: Tensor
+    mixed_BTE: Tensor, gate_BTG: Tensor, skip_H: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Int64, ancestors_BTX: Int64
 ) -> Tensor:
     """What :func:`~graphspec.kernels.recurrent.ssm_walk.ssm_walk` computes, by matrix products with decays masked by ancestors.
 
@@ -35,4 +32,4 @@ def ssm_dual(
     return torch.where(used_BT[..., None, None], read_BTHV, 0.0).to(mixed_BTE.dtype)
 
 
-OP = KernelOp(ssm_dual, partial(tree_cases, random_ssm), native="native.recurrent", exact=False)
+OP = KernelOp(ssm_dual, native="native.recurrent", exact=False)

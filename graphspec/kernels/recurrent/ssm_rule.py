@@ -12,10 +12,8 @@ equations: a product with masked decays serves (the paper's dual form, section 3
 from __future__ import annotations
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
-from ..op import Case
-from .state_cases import random_tokens
 from .state_tokens import StateTokens
 
 
@@ -66,9 +64,3 @@ def ssm_block(skip_H: Tensor, state_BHKV: Tensor, tokens: StateTokens, before_BT
     read_BHTV = path_BHT.exp()[..., None] * (query_BHTK @ state_BHKV) + (query_BHTK @ key_BHTK.transpose(-1, -2) * decay_BHTT) @ change_BHTV
     read_BHTV = read_BHTV + skip_H.to(value_BHTV.dtype)[:, None, None] * value_BHTV
     return read_BHTV.transpose(1, 2), change_BHTV, path_BHT
-
-
-def random_ssm(generator: Generator, lanes: int, tokens: int, groups: int, heads: int, state_dim: int, head_dim: int) -> Case:
-    """Inputs of an op over ``lanes + 2`` rows and two layers, as cases have them."""
-    case = random_tokens(generator, lanes, tokens, groups, heads, state_dim, head_dim)
-    return {**case, "skip_H": torch.randn(heads, generator=generator)}

@@ -6,15 +6,14 @@ from functools import partial
 
 from torch import Tensor
 
-from ..op import KernelOp
-from .ssm_rule import random_ssm, ssm_tokens, ssm_update
-from .state_cases import tree_cases
+from ..op import Int64, KernelOp
+from .ssm_rule import ssm_tokens, ssm_update
 from .state_runs import walk_tree
 from .state_tokens import rows_of
 
 
 def ssm_walk(
-    mixed_BTE: Tensor, gate_BTG: Tensor, skip_H: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, ancestors_BTX: Tensor
+    mixed_BTE: Tensor, gate_BTG: Tensor, skip_H: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Int64, ancestors_BTX: Int64
 ) -> Tensor:
     """What every node reads after its own ancestors and itself have updated its row's state, one after the other.
 
@@ -39,4 +38,4 @@ def ssm_walk(
     return walk_tree(partial(ssm_update, skip_H), start_BHKV, tokens, ancestors_BTX).to(mixed_BTE.dtype)
 
 
-OP = KernelOp(ssm_walk, partial(tree_cases, random_ssm), native="native.recurrent", exact=False)
+OP = KernelOp(ssm_walk, native="native.recurrent", exact=False)

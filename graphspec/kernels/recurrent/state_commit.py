@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
-from ..op import Case, KernelOp, Written
+from ..op import Int64, KernelOp, Written
 from .delta_rule import delta_tokens, delta_update
 from .ssm_rule import ssm_tokens, ssm_update
 from .state_runs import scan_run
@@ -20,10 +20,10 @@ def state_commit(
     weight_UEO: Tensor,
     bias_UE: Tensor | None,
     column_RUOE: Tensor,
-    matrix_RUHKV: Written,
-    lane_row_B: Tensor,
-    path_BA: Tensor,
-    length_B: Tensor,
+    matrix_RUHKV: Written[Tensor],
+    lane_row_B: Int64,
+    path_BA: Int64,
+    length_B: Int64,
     selective: bool,
 ) -> None:
     """Update the matrices of the lanes' rows, in all recurrent layers, by the tokens ``path[:length]``, in order.
@@ -61,41 +61,4 @@ def state_commit(
     matrix_RUHKV.index_copy_(0, lane_row_B, state.unflatten(0, (layers, lanes)).transpose(0, 1))
 
 
-def _cases(generator: Generator) -> list[Case]:
-    def case(
-        layers: int, lanes: int, tokens: int, width: int, key_heads: int, heads: int, key_dim: int, value_dim: int, *, selective: bool
-    ) -> Case:
-        channels = 2 * key_heads * key_dim + heads * value_dim
-        columns = 1 if heads == 3 else 3
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator)
-
-        gate = torch.rand(layers, lanes, tokens, 2 * heads, generator=generator)
-        gate[..., :heads] *= -3
-        made: Case = {
-            "input_UBTE": normal(layers, lanes, tokens, channels),
-            "gate_UBTG": gate,
-            "weight_UEO": normal(layers, channels, columns + 1),
-            "bias_UE": normal(layers, channels) if selective else None,
-            "column_RUOE": normal(lanes + 2, layers, columns, channels),
-            "matrix_RUHKV": normal(lanes + 2, layers, heads, key_dim, value_dim),
-            "lane_row_B": torch.randperm(lanes + 2, generator=generator)[:lanes],
-            "path_BA": torch.stack([torch.randperm(tokens, generator=generator)[:width].sort().values for _ in range(lanes)]),
-            "length_B": torch.randint(0, width + 1, (lanes,), generator=generator),
-            "selective": selective,
-        }
-        made["length_B"][0] = width
-        for lane in range(lanes):
-            off = sorted(set(range(tokens)) - set(made["path_BA"][lane, : int(made["length_B"][lane])].tolist()))
-            made["input_UBTE"][:, lane, off] = made["gate_UBTG"][:, lane, off] = torch.nan
-        return made
-
-    return [
-        case(layers, lanes, tokens, width, *heads, selective=selective)
-        for selective in (False, True)
-        for layers, lanes, tokens, width, *heads in ((1, 1, 1, 1, 1, 1, 4, 4), (3, 3, 9, 5, 2, 4, 8, 6), (2, 4, 7, 7, 1, 3, 5, 7))
-    ]
-
-
-OP = KernelOp(state_commit, _cases, native="native.recurrent", exact=False)
+OP = KernelOp(state_commit, native="native.recurrent", exact=False)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Generator, Tensor
+from torch import Tensor
 
-from ..op import Case, KernelOp
+from ..op import Bool, Int64, KernelOp
 from .state_tokens import rows_of
 
 
@@ -16,11 +16,11 @@ def tree_conv(
     input_BTE: Tensor,
     column_RUOE: Tensor,
     layer: int,
-    lane_row_B: Tensor,
-    parent_BT: Tensor,
+    lane_row_B: Int64,
+    parent_BT: Int64,
     weight_EO: Tensor,
     bias_E: Tensor | None = None,
-    fresh_B: Tensor | None = None,
+    fresh_B: Bool | None = None,
 ) -> Tensor:
     """``silu(bias + sum over j of weight[:, j] * x[j])``, channel by channel, over a node and the tokens before it on its path.
 
@@ -62,24 +62,4 @@ def convolved(taps: Sequence[Tensor], weight_EO: Tensor, bias_E: Tensor | None) 
     return F.silu(out.to(taps[0].dtype))
 
 
-def _cases(generator: Generator) -> list[Case]:
-    def case(lanes: int, tokens: int, channels: int, taps: int, *, chain: bool = False, bias: bool = False) -> Case:
-        parent = torch.arange(-1, tokens - 1).repeat(lanes, 1)
-        if not chain:
-            drawn = (torch.rand(lanes, tokens, generator=generator) * torch.arange(tokens)).long()
-            parent = torch.where(torch.arange(tokens) > 0, drawn, -1)
-        return {
-            "input_BTE": torch.randn(lanes, tokens, channels, generator=generator),
-            "column_RUOE": torch.randn(lanes + 1, 2, taps - 1, channels, generator=generator),
-            "layer": 1,
-            "lane_row_B": torch.randperm(lanes + 1, generator=generator)[:lanes],
-            "parent_BT": parent,
-            "weight_EO": torch.randn(channels, taps, generator=generator),
-            "bias_E": torch.randn(channels, generator=generator) if bias else None,
-            "fresh_B": torch.rand(lanes, generator=generator) < 0.5 if chain else None,
-        }
-
-    return [case(1, 1, 5, 4), case(3, 9, 12, 4, bias=True), case(2, 7, 33, 2), case(3, 20, 8, 4, chain=True)]
-
-
-OP = KernelOp(tree_conv, _cases, native="native.recurrent", exact=False)
+OP = KernelOp(tree_conv, native="native.recurrent", exact=False)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..op import Case, KernelOp
+from ..op import Int64, KernelOp
 
 MASS_BITS = 40
 """Weights count as integers in units of ``2^-40`` of the largest: their sums are exact, whatever the order of summation."""
 
 
-def filter_logits(logits_BTV: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> Tensor:
+def filter_logits(logits_BTV: Tensor, temperature_B: Tensor, top_k_B: Int64, top_p_B: Tensor, min_p_B: Tensor) -> Tensor:
     """-inf where a token is filtered out of ``softmax(logits / temperature)``; rows at temperature 0 come back as they are.
 
     A token stays when its logit is at least the largest of three thresholds; equal logits stay or go together:
@@ -65,20 +65,4 @@ def filter_logits(logits_BTV: Tensor, temperature_B: Tensor, top_k_B: Tensor, to
     return torch.where((temperature_B > 0)[:, None, None], kept_BTV, logits_BTV)
 
 
-def _cases(generator: torch.Generator) -> list[Case]:
-    def case(lanes: int, rows: int, vocab: int) -> Case:
-        logits = torch.randn(lanes, rows, vocab, generator=generator).mul(3).round(decimals=1)
-        logits[0, 0, vocab // 2 :] = -torch.inf
-        logits[0, -1, :2] = torch.tensor([torch.nan, torch.inf])[:vocab]
-        return {
-            "logits_BTV": logits,
-            "temperature_B": torch.tensor([0.7, 0.0, 2.0**-126, 1.6])[torch.arange(lanes) % 4],
-            "top_k_B": torch.randint(-1, vocab + 2, (lanes,), generator=generator),
-            "top_p_B": torch.tensor([0.3, 0.9, 1.0])[torch.randint(0, 3, (lanes,), generator=generator)],
-            "min_p_B": torch.tensor([0.0, 0.05, 1.0])[torch.randint(0, 3, (lanes,), generator=generator)],
-        }
-
-    return [case(1, 1, 1), case(4, 1, 37), case(3, 2, 130)]
-
-
-OP = KernelOp(filter_logits, _cases, native="native.sampling")
+OP = KernelOp(filter_logits, native="native.sampling")

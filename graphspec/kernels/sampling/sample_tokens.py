@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..op import Case, KernelOp
+from ..op import Int64, KernelOp
 from .filter_logits import filter_logits
 from .noise import gumbel_noise
 
 
 def sample_tokens(
-    logits_BTV: Tensor, temperature_B: Tensor | None, seed_B: Tensor | None, position_BT: Tensor | None, top_k_B: Tensor | None,
+    logits_BTV: Tensor, temperature_B: Tensor | None, seed_B: Int64 | None, position_BT: Int64 | None, top_k_B: Int64 | None,
     top_p_B: Tensor | None, min_p_B: Tensor | None, strict: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``argmax(filter(logits) + T * noise)`` of every position, and whether its logits are valid.
@@ -52,30 +52,4 @@ def sample_tokens(
     return torch.where(temperature_B11 > 0, key_BTV + temperature_B11 * noise_BTV, key_BTV).argmax(-1), finite_BT
 
 
-def _cases(generator: torch.Generator) -> list[Case]:
-    def case(lanes: int, rows: int, vocab: int, noisy: bool, filtered: bool, strict: bool) -> Case:
-        logits = torch.randn(lanes, rows, vocab, generator=generator).mul(3).round(decimals=1)
-        logits[0, 0, vocab // 2 :] = -torch.inf
-        logits[-1, -1, :1] = torch.nan
-        logits[-1, 0, -1:] = torch.inf
-        return {
-            "logits_BTV": logits,
-            "temperature_B": torch.tensor([0.7, 0.0, 2.0**-126, 1.6])[torch.arange(lanes) % 4] if noisy else None,
-            "seed_B": torch.randint(-(2**62), 2**62, (lanes,), generator=generator) if noisy else None,
-            "position_BT": torch.randint(0, 5000, (lanes, rows), generator=generator) if noisy else None,
-            "top_k_B": torch.randint(-1, vocab + 2, (lanes,), generator=generator) if filtered else None,
-            "top_p_B": torch.tensor([0.3, 0.9, 1.0])[torch.randint(0, 3, (lanes,), generator=generator)] if filtered else None,
-            "min_p_B": torch.tensor([0.0, 0.05, 1.0])[torch.randint(0, 3, (lanes,), generator=generator)] if filtered else None,
-            "strict": strict,
-        }
-
-    return [
-        case(1, 1, 1, False, False, True),
-        case(3, 2, 37, True, True, True),
-        case(2, 3, 37, False, False, False),
-        case(3, 2, 130, True, False, False),
-        case(2, 2, 257, True, True, False),
-    ]
-
-
-OP = KernelOp(sample_tokens, _cases, native="native.sampling")
+OP = KernelOp(sample_tokens, native="native.sampling")

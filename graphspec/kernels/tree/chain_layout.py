@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
 from torch import Tensor
 
 from ..groups import Nodes
-from ..op import WRITTEN, Case, KernelOp
-from .tree_build import causal_words, node_slots, window_case, window_root
+from ..op import Int64, KernelOp, Written
+from .tree_build import causal_words, window_root
 
 
 def chain_layout(
     score_BM: Tensor | None,
-    token_BM: Tensor | None,
-    lane_row_B: Tensor,
-    window_token_RAc: Tensor,
-    window_len_R: Tensor,
-    nodes: Annotated[Nodes, WRITTEN],
+    token_BM: Int64 | None,
+    lane_row_B: Int64,
+    window_token_RAc: Int64,
+    window_len_R: Int64,
+    nodes: Written[Nodes],
 ) -> None:
     """Write the root, then one candidate per level, into the slots of the nodes. Every element is written, dead lanes included.
 
@@ -43,20 +41,4 @@ def chain_layout(
     node_ancestors_BNX.copy_(causal_words(count, words, lane_row_B.device).expand_as(node_ancestors_BNX))
 
 
-def _cases(generator: torch.Generator) -> list[Case]:
-    def case(lanes: int, nodes: int, words: int) -> Case:
-        score = -torch.rand(lanes, nodes - 1, generator=generator)
-        score[:, 2::3], score[:, 3::4] = -torch.inf, torch.nan
-        token = torch.randint(0, 50, (lanes, nodes - 1), generator=generator)
-        drafted = nodes > 1
-        return {
-            "score_BM": score if drafted else None,
-            "token_BM": token if drafted else None,
-            **window_case(generator, lanes),
-            **node_slots(lanes, nodes, words),
-        }
-
-    return [case(3, 8, 1), case(4, 65, 2), case(2, 1, 1), case(1, 2, 1), case(2, 128, 2)]
-
-
-OP = KernelOp(chain_layout, _cases, native="native.state")
+OP = KernelOp(chain_layout, native="native.state")

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
 from torch import Tensor
 
 from ..groups import Progress, Run, Window
-from ..op import WRITTEN, Case, KernelOp, Written
+from ..op import Int32, Int64, KernelOp, Written
 
 RING_HEADER = 2
 """Words of a lane in the ring before its tokens: how many there are, and the row's status."""
 
 
 def commit_rows(
-    lane_row_B: Tensor,
+    lane_row_B: Int64,
     run: Run,
     feature_BNF: Tensor | None,
-    cycle_1: Written,
-    ring_ZBJ: Written,
-    window: Annotated[Window, WRITTEN],
-    progress: Annotated[Progress, WRITTEN],
-    history_RL: Written | None,
-    output_count_RV: Written | None,
+    cycle_1: Written[Int64],
+    ring_ZBJ: Written[Int64],
+    window: Written[Window],
+    progress: Written[Progress],
+    history_RL: Written[Int64] | None,
+    output_count_RV: Written[Int32] | None,
     append: bool,
 ) -> None:
     """Commit every lane's run: ``sample[path[a]]`` for ``a < accept_len``, the last of which is the row's new root. In place.
@@ -120,64 +118,4 @@ def commit_rows(
     status_R.index_copy_(0, rows, outcome_B)
 
 
-def commit_case(
-    generator: torch.Generator, lanes: int, nodes: int, width: int, features: int = 0, lookback: int = 0, history: int = 0, vocab: int = 0,
-    capacity: int = 0, append: bool = False,
-) -> Case:  # fmt: skip
-    """Rows in any order, some with an empty run; from three lanes on, the last two are padded and share the dummy row."""
-    rows, live = lanes + 2, lanes if lanes < 3 else lanes - 2
-    capacity = capacity or width * (1 + append)
-
-    def draw(low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high, shape, generator=generator)
-
-    row = torch.randperm(rows - 1, generator=generator)[:lanes]
-    row[live:] = rows - 1
-    status, length = draw(0, 5, rows), draw(0, (min(width, nodes) if append else width) + 1, lanes)
-    length[live:] = 0
-    outcome = torch.where(torch.arange(lanes) < live, draw(0, 5, lanes), status[row])
-    path = torch.cat((torch.zeros(lanes, 1, dtype=torch.int64), draw(0, nodes, lanes, width - 1).sort(-1).values), 1)
-
-    def feature(*shape: int) -> Tensor | None:
-        return torch.randn(*shape, features, generator=generator) if features else None
-
-    return {
-        "lane_row_B": row,
-        "sample_BN": draw(0, vocab or 50, lanes, nodes),
-        "path_BA": path,
-        "accept_len_B": length,
-        "outcome_B": outcome,
-        "feature_BNF": feature(lanes, nodes),
-        "cycle_1": draw(0, 9, 1),
-        "ring_ZBJ": draw(-9, 0, 3, lanes, width + RING_HEADER),
-        "window_token_RAc": draw(0, 50, rows, capacity),
-        "window_len_R": draw(1, capacity - width * append + 1, rows),
-        "seq_len_R": draw(0, max(history - width, 9), rows),
-        "budget_R": draw(0, 99, rows),
-        "status_R": status,
-        "window_feature_RAcF": feature(rows, capacity),
-        "lookback_token_RY": draw(0, 50, rows, lookback) if lookback else None,
-        "lookback_feature_RYF": feature(rows, lookback) if lookback else None,
-        "history_RL": draw(0, 50, rows, history) if history else None,
-        "output_count_RV": draw(0, 9, rows, vocab).to(torch.int32) if vocab else None,
-        "append": append,
-    }
-
-
-def _cases(generator: torch.Generator) -> list[Case]:
-    past_the_end = commit_case(generator, 2, 4, 3, history=7)
-    past_the_end["seq_len_R"].fill_(5)
-    return [
-        commit_case(generator, 5, 6, 4, features=7),
-        commit_case(generator, 4, 9, 3, features=5, lookback=2, vocab=11),
-        commit_case(generator, 3, 8, 8, history=30),
-        commit_case(generator, 1, 1, 1),
-        commit_case(generator, 7, 4, 4, features=3, lookback=3),
-        past_the_end,
-        commit_case(generator, 5, 6, 3, features=7, capacity=9),
-        commit_case(generator, 6, 1, 4, features=5, capacity=11, append=True),
-        commit_case(generator, 4, 5, 3, vocab=11, append=True),
-    ]
-
-
-OP = KernelOp(commit_rows, _cases, native="native.state")
+OP = KernelOp(commit_rows, native="native.state")

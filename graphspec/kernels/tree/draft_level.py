@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
 from torch import Tensor
 
 from ..groups import Beams, Candidates
-from ..op import WRITTEN, Case, KernelOp
+from ..op import Int64, KernelOp, Written
 from ..sampling.topk import stable_topk
 from .draft_window import LIVE
 from .tree_build import bit_words
@@ -16,15 +14,15 @@ from .tree_build import bit_words
 
 def draft_level(
     increment_BEK: Tensor,
-    next_BEK: Tensor,
+    next_BEK: Int64,
     level: int,
     beams: bool,
     shift: int,
-    lane_row_B: Tensor,
-    status_R: Tensor,
-    seq_len_R: Tensor,
-    candidates: Annotated[Candidates, WRITTEN],
-    carried: Annotated[Beams, WRITTEN],
+    lane_row_B: Int64,
+    status_R: Int64,
+    seq_len_R: Int64,
+    candidates: Written[Candidates],
+    carried: Written[Beams],
 ) -> None:
     """Score the candidates of one level, write them to the pool, and choose the K beams that are expanded next (EAGLE-2, arXiv 2406.16858).
 
@@ -103,39 +101,4 @@ def draft_level(
         next_position_B.copy_(seq_B + 1 + level)
 
 
-def _cases(generator: torch.Generator) -> list[Case]:
-    def integers(least: int, most: int, *shape: int) -> Tensor:
-        return torch.randint(least, most, shape, generator=generator)
-
-    def case(lanes: int, level: int, steps: int, topk: int, num_words: int, beams: bool = True) -> Case:
-        rows, pool = topk if level > 1 else 1, topk + (steps - 1) * topk**2
-        increment = -integers(0, 6, lanes, rows, topk).sort(-1).values / 2
-        increment[-1, -1, topk // 2 :] = -torch.inf
-        increment[0, 0, -1] = torch.nan
-        score = -integers(0, 9, lanes, pool) / 2
-        score[:, ::3] = -torch.inf
-        status = integers(0, 2, lanes + 1)
-        status[0] = LIVE
-        begin, count = (topk + (level - 3) * topk**2, topk**2) if level > 2 else (0, topk)
-        index = begin + torch.rand(lanes, count, generator=generator).argsort(-1)[:, :topk]
-        sequence = integers(0, 99, lanes + 1)
-        sequence[status != LIVE] = -(2**40)
-        return {
-            "increment_BEK": increment, "next_BEK": integers(0, 50, lanes, rows, topk), "level": level, "beams": beams, "shift": level % 2,
-            "lane_row_B": torch.randperm(lanes + 1, generator=generator)[:lanes], "status_R": status, "seq_len_R": sequence,
-            "candidate_score_BM": score, "candidate_token_BM": integers(0, 50, lanes, pool),
-            "candidate_parent_BM": integers(-1, pool, lanes, pool),
-            "beam_token_BK": integers(-1, 50, lanes, topk), "beam_index_BK": index, "beam_source_BK": integers(0, topk, lanes, topk),
-            "beam_path_BKS": integers(-1, 50, lanes, topk, steps), "beam_ancestors_BKX": integers(0, 2**62, lanes, topk, num_words),
-            "beam_valid_BK": integers(0, 2, lanes, topk).bool(), "beam_slot_BK": integers(0, 99, lanes, topk),
-            "beam_position_BK": integers(0, 99, lanes, topk), "beam_end_B": integers(0, 99, lanes),
-            "next_position_B": integers(0, 99, lanes),
-        }  # fmt: skip
-
-    return [
-        case(1, 1, 1, 1, 1, beams=False), case(3, 2, 4, 3, 1), case(2, 1, 3, 8, 1), case(3, 3, 4, 8, 2), case(4, 4, 5, 1, 1),
-        case(2, 3, 3, 4, 1, beams=False), case(1, 2, 3, 33, 2),
-    ]  # fmt: skip
-
-
-OP = KernelOp(draft_level, _cases, native="native.cycle")
+OP = KernelOp(draft_level, native="native.cycle")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..op import Case, KernelOp
+from ..op import Int64, KernelOp
 from ..sampling.noise import gumbel_noise
 from ..sampling.topk import stable_topk
 
 
 def draft_topk(
-    logits_BTVd: Tensor, topk: int, target_token_Vd: Tensor | None, seed_B: Tensor | None, position_B: Tensor | None,
+    logits_BTVd: Tensor, topk: int, target_token_Vd: Int64 | None, seed_B: Int64 | None, position_B: Int64 | None,
     temperature_B: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The ``topk`` best draft tokens of a row and the log-probability each adds to its candidate.
@@ -52,21 +52,4 @@ def draft_topk(
     return logprob_BTK, index_BTK if target_token_Vd is None else target_token_Vd[index_BTK]
 
 
-def _cases(generator: torch.Generator) -> list[Case]:
-    def case(lanes: int, rows: int, vocab: int, topk: int, mapped: bool, noisy: bool) -> Case:
-        logits = torch.randn(lanes, rows, vocab, generator=generator).mul(3).round(decimals=1)
-        logits[0, 0, vocab // 2 :] = torch.nan
-        logits[-1, -1, 0] = torch.inf
-        return {
-            "logits_BTVd": logits,
-            "topk": topk,
-            "target_token_Vd": torch.randperm(3 * vocab, generator=generator)[:vocab] if mapped else None,
-            "seed_B": torch.randint(-(2**62), 2**62, (lanes,), generator=generator) if noisy else None,
-            "position_B": torch.randint(0, 5000, (lanes,), generator=generator) if noisy else None,
-            "temperature_B": torch.arange(lanes) * 0.7 if noisy else None,
-        }
-
-    return [case(1, 1, 1, 1, False, False), case(3, 2, 37, 4, True, True), case(2, 3, 129, 8, False, True), case(2, 1, 40, 20, True, False)]
-
-
-OP = KernelOp(draft_topk, _cases, native="native.cycle", exact=False)
+OP = KernelOp(draft_topk, native="native.cycle", exact=False)

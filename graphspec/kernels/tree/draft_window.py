@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..groups import Window
-from ..op import Case, KernelOp
+from ..op import Int64, KernelOp
 from .tree_build import causal_words
 
 LIVE = 1
@@ -14,9 +14,9 @@ LIVE = 1
 
 
 def draft_window(
-    lane_row_B: Tensor,
-    status_R: Tensor,
-    seq_len_R: Tensor,
+    lane_row_B: Int64,
+    status_R: Int64,
+    seq_len_R: Int64,
     window: Window,
     shift: int,
     width: int,
@@ -74,41 +74,4 @@ def draft_window(
     return token_BU, valid_BU, slot_BU, slot_BU - shift, begin_B, words_BUX, known_B, seq_B + 1, feature_BUF
 
 
-def _cases(generator: torch.Generator) -> list[Case]:
-    def case(lanes: int, width: int, features: int, lookback: int, shift: int, num_words: int, spare: int = 0) -> Case:
-        rows, capacity = lanes + 2, width + spare
-        length = torch.randint(1, width + 1, (rows,), generator=generator)
-        # A prefill leaves a window of one entry after L tokens; cycles only add to both.
-        sequence = length + torch.randint(0, 3, (rows,), generator=generator)
-        status = torch.randint(0, 2, (rows,), generator=generator)
-        status[0] = LIVE
-        live, entry = status == LIVE, torch.arange(capacity)
-        window = torch.randn(rows, capacity, features, generator=generator)
-        window[(entry >= length[:, None]) | ~live[:, None]] = torch.nan
-        sequence[~live] = -(2**40)
-        return {
-            "lane_row_B": torch.randperm(rows, generator=generator)[:lanes],
-            "status_R": status,
-            "seq_len_R": sequence,
-            "window_len_R": torch.where(live, length, -(2**40)),
-            "window_token_RAc": torch.randint(0, 99, (rows, capacity), generator=generator),
-            "window_feature_RAcF": window if features else None,
-            "lookback_token_RY": torch.randint(0, 99, (rows, lookback), generator=generator) if lookback else None,
-            "lookback_feature_RYF": torch.randn(rows, lookback, features, generator=generator) if lookback and features else None,
-            "shift": shift,
-            "width": width,
-            "num_words": num_words,
-        }
-
-    return [
-        case(1, 1, 1, 0, 1, 1),
-        case(4, 6, 37, 0, 1, 1),
-        case(3, 5, 130, 3, 0, 1),
-        case(2, 4, 9, 2, 1, 2),
-        case(3, 65, 0, 0, 0, 2),
-        case(4, 5, 11, 0, 1, 1, spare=9),
-        case(3, 4, 6, 2, 0, 1, spare=3),
-    ]
-
-
-OP = KernelOp(draft_window, _cases, native="native.state")
+OP = KernelOp(draft_window, native="native.state")

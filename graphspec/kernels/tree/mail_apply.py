@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
 from torch import Tensor
 
 from ..groups import Lanes, Penalties, RowRequest, Truncation
-from ..op import WRITTEN, Case, KernelOp
+from ..op import Int64, KernelOp, Written
 
 FREE = 0
 """``status_R`` of a free row (:class:`graphspec.plan.buffers.Status`)."""
@@ -22,7 +20,7 @@ def _floats(words: Tensor) -> Tensor:
 
 
 def mail_apply(
-    mail: Tensor,
+    mail: Int64,
     lanes_at: int,
     aborts_at: int,
     pages_at: int,
@@ -30,10 +28,10 @@ def mail_apply(
     joins_at: int,
     joins: int,
     join_words: int,
-    lanes: Annotated[Lanes, WRITTEN],
-    rows: Annotated[RowRequest, WRITTEN],
-    truncation: Annotated[Truncation, WRITTEN] | None = None,
-    penalties: Annotated[Penalties, WRITTEN] | None = None,
+    lanes: Written[Lanes],
+    rows: Written[RowRequest],
+    truncation: Written[Truncation] | None = None,
+    penalties: Written[Penalties] | None = None,
 ) -> None:
     """Copy lanes, aborts, page-table entries and joins from a vector of int64 words into the slots, in place.
 
@@ -87,46 +85,4 @@ def mail_apply(
         prompt_seen_RV.index_fill_(0, to, 0)
 
 
-def _cases(generator: torch.Generator) -> list[Case]:
-    def integers(least: int, most: int, *shape: int) -> Tensor:
-        return torch.randint(least, most, shape, generator=generator)
-
-    def case(lanes: int, rows: int, columns: int, updates: int, stops: int, groups: str = "", joins: int = 1, vocab: int = 70) -> Case:
-        places = torch.randperm(rows * columns, generator=generator)[:updates]
-        pages = torch.stack((places // columns, places % columns, integers(1, 1000, updates)), 1)
-        bits = torch.randn(joins, JOIN_WORDS, generator=generator).view(torch.int32).long()
-        join = integers(-(2**62), 2**62, joins, JOIN_WORDS)
-        join[:, 0] = torch.randperm(rows, generator=generator)[:joins]
-        for word in (3, 6, 7, 8, 9, 10):
-            join[:, word] = bits[:, word]
-        whole = torch.cat((join, integers(-1, 99, joins, stops)), 1)
-        parts = (integers(0, rows, lanes + 1), integers(0, rows, rows), pages.flatten(), integers(0, 99, 4))
-        at = [0, lanes + 1, lanes + 1 + rows, lanes + 1 + rows + 3 * updates]
-        truncate, penalties = (group in groups for group in "tp")
-        return {
-            "mail": torch.cat((*parts, whole.flatten(), integers(0, 99, 5))),
-            "lanes_at": at[0], "aborts_at": at[1], "pages_at": at[2], "pages_end": at[3],
-            "joins_at": at[3] + 4, "joins": joins, "join_words": whole.shape[1],
-            "lane_row_B": torch.full((lanes,), -(2**40)),
-            "lane_table_BP": torch.full((lanes, columns), -(2**31), dtype=torch.int32),
-            "lane_seed_B": torch.full((lanes,), -(2**40)), "lane_temperature_B": torch.full((lanes,), torch.nan),
-            "status_R": integers(0, 5, rows), "budget_R": integers(0, 99, rows), "seed_R": integers(-99, 99, rows),
-            "temperature_R": torch.rand(rows, generator=generator), "draft_len_R": integers(0, 9, rows),
-            "stop_id_RE": integers(-1, 99, rows, stops), "page_table_RP": integers(0, 999, rows, columns).to(torch.int32),
-            "top_k_R": integers(0, 9, rows) if truncate else None,
-            **{name: torch.rand(rows, generator=generator) if truncate else None for name in ("top_p_R", "min_p_R")},
-            **{n: torch.rand(rows, generator=generator) if penalties else None for n in ("repetition_R", "presence_R", "frequency_R")},
-            "output_count_RV": integers(0, 9, rows, vocab).to(torch.int32) if penalties else None,
-            "prompt_seen_RV": integers(0, 2, rows, vocab).to(torch.int8) if penalties else None,
-        }  # fmt: skip
-
-    return [
-        case(1, 2, 1, 0, 1, joins=0),
-        case(3, 5, 7, 9, 2, "tp"),
-        case(2, 3, 130, 300, 4, "p", vocab=4099),
-        case(4, 9, 17, 1, 8, "t"),
-        case(4, 9, 3, 5, 2, "tp", joins=4, vocab=4099),
-    ]
-
-
-OP = KernelOp(mail_apply, _cases, native="native.state")
+OP = KernelOp(mail_apply, native="native.state")

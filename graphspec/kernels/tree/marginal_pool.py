@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
 from torch import Tensor
 
 from ..groups import Candidates
-from ..op import WRITTEN, Case, KernelOp
+from ..op import Int64, KernelOp, Written
 from ..sampling.topk import stable_topk
 from .draft_window import LIVE
 
 
-def marginal_pool(
-    increment_BSK: Tensor, next_BSK: Tensor, lane_row_B: Tensor, status_R: Tensor, candidates: Annotated[Candidates, WRITTEN]
-) -> None:
+def marginal_pool(increment_BSK: Tensor, next_BSK: Int64, lane_row_B: Int64, status_R: Int64, candidates: Written[Candidates]) -> None:
     """Fill the pool level by level from the K best tokens of every depth; no network runs between the levels.
 
     Level 1 holds the K tokens of the first depth. Level l holds K children of each of the K best candidates of level l - 1, ties by index:
@@ -55,25 +51,4 @@ def marginal_pool(
         begin = end
 
 
-def _cases(generator: torch.Generator) -> list[Case]:
-    def case(lanes: int, steps: int, topk: int) -> Case:
-        increment = -torch.randint(0, 6, (lanes, steps, topk), generator=generator).sort(-1).values / 2
-        increment[-1, -1, topk // 2 :] = -torch.inf
-        increment[0, steps // 2, -1] = torch.nan
-        status = torch.randint(0, 2, (lanes + 1,), generator=generator)
-        status[0] = LIVE
-        pool = topk + (steps - 1) * topk**2
-        return {
-            "increment_BSK": increment,
-            "next_BSK": torch.randint(0, 50, (lanes, steps, topk), generator=generator),
-            "lane_row_B": torch.randperm(lanes + 1, generator=generator)[:lanes],
-            "status_R": status,
-            "candidate_score_BM": torch.full((lanes, pool), torch.nan),
-            "candidate_token_BM": torch.full((lanes, pool), -7_777),
-            "candidate_parent_BM": torch.full((lanes, pool), -7_777),
-        }
-
-    return [case(1, 1, 1), case(3, 4, 3), case(2, 1, 8), case(4, 5, 1), case(2, 20, 7), case(1, 3, 33), case(3, 6, 8)]
-
-
-OP = KernelOp(marginal_pool, _cases, native="native.cycle")
+OP = KernelOp(marginal_pool, native="native.cycle")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
 from torch import Tensor
 
 from ..groups import Candidates
-from ..op import WRITTEN, Case, KernelOp
+from ..op import Int64, KernelOp, Written
 from .draft_window import LIVE
 
 PATH_COST = 4
@@ -30,11 +28,11 @@ def _suffix_match(history_BT: Tensor, last_B: Tensor, max_match: int) -> Tensor:
 
 
 def ngram_match(
-    history_RL: Tensor,
-    lane_row_B: Tensor,
-    status_R: Tensor,
-    seq_len_R: Tensor,
-    candidates: Annotated[Candidates, WRITTEN],
+    history_RL: Int64,
+    lane_row_B: Int64,
+    status_R: Int64,
+    seq_len_R: Int64,
+    candidates: Written[Candidates],
     num_paths: int,
     depth: int,
     min_match: int,
@@ -116,34 +114,4 @@ def match_rows(
     return score_BM, token_BM, parent_BM
 
 
-def _cases(generator: torch.Generator) -> list[Case]:
-    def case(lanes: int, width: int, vocab: int, num_paths: int, depth: int, matches: tuple[int, int]) -> Case:
-        rows, pool = lanes + 1, num_paths * depth
-        sequence = torch.randint(0, width, (rows,), generator=generator)
-        status = torch.randint(0, 3, (rows,), generator=generator).clamp(min=LIVE)
-        row = torch.randperm(rows, generator=generator)[:lanes]
-        sequence[row[0]], status[row[0]] = width - 1, LIVE
-        sequence[status != LIVE] = -(2**40)
-        history = torch.randint(0, vocab, (rows, width), generator=generator)
-        history[torch.arange(width) > sequence[:, None]] = -(2**40)
-        return {
-            "history_RL": history,
-            "lane_row_B": row,
-            "status_R": status,
-            "seq_len_R": sequence,
-            "candidate_score_BM": torch.full((lanes, pool), torch.nan),
-            "candidate_token_BM": torch.full((lanes, pool), -(2**40)),
-            "candidate_parent_BM": torch.full((lanes, pool), -(2**40)),
-            "num_paths": num_paths,
-            "depth": depth,
-            "min_match": matches[0],
-            "max_match": matches[1],
-        }
-
-    empty = case(3, 9, 1, 2, 3, (2, 4))
-    empty["seq_len_R"][empty["lane_row_B"]] = torch.tensor([2, 1, 0])
-    empty["status_R"].fill_(LIVE)
-    return [case(2, 40, 3, 3, 4, (1, 4)), case(3, 25, 2, 4, 3, (2, 3)), case(1, 1, 2, 1, 1, (1, 1)), case(5, 64, 4, 1, 6, (1, 80)), empty]
-
-
-OP = KernelOp(ngram_match, _cases)
+OP = KernelOp(ngram_match)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..op import Case, KernelOp
+from ..op import Int64, KernelOp
 from ..sampling.noise import gumbel_noise
 from ..sampling.topk import stable_topk
 
 
 def shard_topk(
-    logits_BTVr: Tensor, topk: int, token_Vr: Tensor, temperature_B: Tensor | None, seed_B: Tensor | None, position_BT: Tensor | None
+    logits_BTVr: Tensor, topk: int, token_Vr: Int64, temperature_B: Tensor | None, seed_B: Int64 | None, position_BT: Int64 | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The ``topk`` best keys of one rank's columns, and what :func:`merge_shards` needs of the others.
 
@@ -80,23 +80,4 @@ def merge_shards(word_BTW: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor]:
     return logprob_BTK, token_BTrK.flatten(-2).gather(-1, index_BTK).long(), (word_BTrW[..., 2 * topk + 1] != 0).all(-1)
 
 
-def _cases(generator: torch.Generator) -> list[Case]:
-    def case(lanes: int, rows: int, columns: int, topk: int, absent: int, noisy: bool) -> Case:
-        logits = torch.randn(lanes, rows, columns, generator=generator).mul(3).round(decimals=1)
-        logits[0, 0, columns // 2 :] = torch.nan
-        logits[-1, -1, 0] = torch.inf
-        token = torch.arange(columns) + 3 * columns
-        token[columns - absent :] = -1
-        return {
-            "logits_BTVr": logits,
-            "topk": topk,
-            "token_Vr": token,
-            "temperature_B": torch.arange(lanes) * 0.7 if noisy else None,
-            "seed_B": torch.randint(-(2**62), 2**62, (lanes,), generator=generator) if noisy else None,
-            "position_BT": torch.randint(0, 5000, (lanes, rows), generator=generator) if noisy else None,
-        }
-
-    return [case(1, 1, 1, 1, 0, False), case(3, 2, 37, 4, 5, True), case(2, 3, 129, 8, 0, True), case(2, 1, 40, 20, 40, False)]
-
-
-OP = KernelOp(shard_topk, _cases, fused="draft_topk:SHARD_OP", exact=False)
+OP = KernelOp(shard_topk, fused="draft_topk:SHARD_OP", exact=False)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ..op import Case, KernelOp, Written
+from ..op import Int64, KernelOp, Written
 
 
-def take_last(hidden_BTH: Tensor, known_B: Tensor, out_BH: Written) -> None:
+def take_last(hidden_BTH: Tensor, known_B: Int64, out_BH: Written[Tensor]) -> None:
     """The hidden state of the last valid entry of each lane: ``out[b] = hidden[b, known[b] - 1]``, entry 0 where nothing is valid.
 
     It is written in place, because torch.compile would copy a result to the slot once more at the end of the region.
@@ -22,14 +21,4 @@ def take_last(hidden_BTH: Tensor, known_B: Tensor, out_BH: Written) -> None:
     out_BH.copy_(hidden_BTH.gather(1, last_B11.expand(-1, 1, hidden_BTH.shape[-1])).squeeze(1))
 
 
-def _cases(generator: torch.Generator) -> list[Case]:
-    def case(lanes: int, entries: int, size: int) -> Case:
-        known = torch.randint(0, entries + 1, (lanes,), generator=generator)
-        hidden = torch.randn(lanes, entries, size, generator=generator)
-        hidden[torch.arange(entries) > (known - 1).clamp(min=0)[:, None]] = torch.nan
-        return {"hidden_BTH": hidden, "known_B": known, "out_BH": torch.full((lanes, size), torch.nan)}
-
-    return [case(1, 1, 1), case(5, 6, 37), case(3, 2, 2049)]
-
-
-OP = KernelOp(take_last, _cases, native="native.state")
+OP = KernelOp(take_last, native="native.state")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
 from torch import Tensor
 
 from ..groups import Nodes
-from ..op import WRITTEN, Case, KernelOp
+from ..op import Int64, KernelOp, Written
 from ..sampling.topk import stable_topk
 
 
@@ -77,37 +75,14 @@ def tree_build(
     return token_BN, parent_BN, torch.where(used_BN, depth_BN, 0), torch.where(used_BN[..., None], ancestors_BNX, own_NX)
 
 
-def candidate_pool(generator: torch.Generator, lanes: int, num_steps: int, topk: int, vocab: int = 50, coarse: bool = True) -> Case:
-    """Scores, tokens and parents as from a draft of ``num_steps`` levels of ``topk`` beams; siblings have distinct tokens."""
-
-    def increments(rows: int) -> Tensor:
-        drop = -torch.rand(lanes, rows, topk, generator=generator).sort(-1).values
-        return drop.mul(4).round() / 4 if coarse else drop
-
-    def tokens(rows: int) -> Tensor:
-        return torch.rand(lanes, rows, vocab, generator=generator).argsort(-1)[..., :topk]
-
-    score, token = increments(1)[:, 0], tokens(1)[:, 0]
-    scores, tokens_list, parents = [score], [token], [torch.full_like(token, -1)]
-    beam_pool, beam_score, offset = torch.arange(topk).expand(lanes, topk), score, topk
-    for _ in range(num_steps - 1):
-        level = (beam_score[..., None] + increments(topk)).flatten(1)
-        scores.append(level)
-        tokens_list.append(tokens(topk).flatten(1))
-        parents.append(beam_pool.repeat_interleave(topk, 1))
-        beam_score, chosen = stable_topk(level, topk)
-        beam_pool, offset = chosen + offset, offset + topk * topk
-    return {"score_BM": torch.cat(scores, 1), "token_BM": torch.cat(tokens_list, 1), "parent_BM": torch.cat(parents, 1)}
-
-
 def tree_build_into(
     score_BM: Tensor,
-    token_BM: Tensor,
-    parent_BM: Tensor,
-    lane_row_B: Tensor,
-    window_token_RAc: Tensor,
-    window_len_R: Tensor,
-    nodes: Annotated[Nodes, WRITTEN],
+    token_BM: Int64,
+    parent_BM: Int64,
+    lane_row_B: Int64,
+    window_token_RAc: Int64,
+    window_len_R: Int64,
+    nodes: Written[Nodes],
     max_depth: int,
 ) -> None:
     """:func:`tree_build` below each lane's root, into the slots of the nodes. Every element is written, dead lanes included.
@@ -135,35 +110,4 @@ def window_root(lane_row_B: Tensor, window_token_RAc: Tensor, window_len_R: Tens
     return window_token_RAc[lane_row_B].gather(1, last_B1).squeeze(1)
 
 
-def window_case(generator: torch.Generator, lanes: int, vocab: int = 50) -> Case:
-    """Lanes over more rows than there are lanes; two padded ones share the dummy row where there is room."""
-    rows, width = lanes + 2, 4
-    row = torch.randperm(rows - 1, generator=generator)[:lanes]
-    row[max(lanes - 2, 1) :] = rows - 1
-    return {
-        "lane_row_B": row,
-        "window_token_RAc": torch.randint(0, vocab, (rows, width), generator=generator),
-        "window_len_R": torch.randint(0, width + 1, (rows,), generator=generator),
-    }
-
-
-def node_slots(lanes: int, num_nodes: int, num_words: int) -> Case:
-    """The slots of the nodes, filled with values that must be overwritten."""
-    shape = (lanes, num_nodes)
-    slots = {name: torch.full(shape, -7_777) for name in ("node_token_BN", "node_parent_BN", "node_depth_BN")}
-    return {**slots, "node_ancestors_BNX": torch.full((*shape, num_words), -7_777)}
-
-
-def _cases(generator: torch.Generator) -> list[Case]:
-    def case(lanes: int, num_steps: int, topk: int, num_nodes: int, num_words: int) -> Case:
-        pool = candidate_pool(generator, lanes, num_steps, topk)
-        return {**pool, **window_case(generator, lanes), **node_slots(lanes, num_nodes, num_words), "max_depth": num_steps}
-
-    broken = case(3, 4, 3, 12, 1)
-    broken["score_BM"][0, 1::3] = torch.nan
-    broken["score_BM"][1, :] = -torch.inf
-    broken["token_BM"][2, :4] = -1
-    return [case(2, 1, 3, 4, 1), case(3, 5, 4, 16, 1), case(2, 5, 8, 65, 2), case(1, 3, 2, 1, 1), broken]
-
-
-OP = KernelOp(tree_build_into, _cases, name="tree_build", native="native.cycle")
+OP = KernelOp(tree_build_into, name="tree_build", native="native.cycle")

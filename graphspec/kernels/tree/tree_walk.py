@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
 from torch import Tensor
 
 from ..groups import Limits, Nodes, Run
-from ..op import WRITTEN, Case, KernelOp
-from .tree_build import bit_words, candidate_pool, tree_build
+from ..op import Bool, Int64, KernelOp, Written
+from .tree_build import bit_words
 
 LIVE, STOPPED, OUT_OF_BUDGET = 0, 1, 2
 """Reasons for the end of a run, see :func:`tree_walk`."""
@@ -76,13 +74,13 @@ def tree_walk(
 
 def tree_walk_into(
     nodes: Nodes,
-    drawn_BN: Tensor,
-    finite_BN: Tensor,
-    depth_cap_B: Tensor | None,
-    lane_row_B: Tensor,
+    drawn_BN: Int64,
+    finite_BN: Bool,
+    depth_cap_B: Int64 | None,
+    lane_row_B: Int64,
     limits: Limits,
     draft_context: int,
-    run: Annotated[Run, WRITTEN],
+    run: Written[Run],
 ) -> None:
     """:func:`tree_walk` of every lane within its row's limits, and the row's next status. Writes every element of four slots.
 
@@ -123,38 +121,4 @@ def tree_walk_into(
     outcome_B.copy_(torch.where(failed_B, ROW_FAILED, torch.where(live_B, reason_B + ROW_LIVE, status_B)))
 
 
-def _cases(generator: torch.Generator) -> list[Case]:
-    def case(lanes: int, num_steps: int, topk: int, num_nodes: int, num_words: int, accept_width: int, capped: bool = False) -> Case:
-        def draw(low: int, high: int, *shape: int) -> Tensor:
-            return torch.randint(low, high, shape, generator=generator)
-
-        rows, vocab = lanes + 1, topk + 1
-        pool = candidate_pool(generator, lanes, num_steps, topk, vocab=vocab)
-        tree = tree_build(**pool, root_B=draw(0, vocab, lanes), num_nodes=num_nodes, num_words=num_words, max_depth=num_steps)
-        stop = draw(0, 4 * topk, rows, 3)
-        names = ("node_token_BN", "node_parent_BN", "node_depth_BN", "node_ancestors_BNX")
-        return {
-            **dict(zip(names, tree, strict=True)),
-            "drawn_BN": draw(0, vocab, lanes, num_nodes),
-            "finite_BN": draw(0, 12, lanes, num_nodes) > 0,
-            "depth_cap_B": draw(0, num_steps + 1, lanes) if capped else None,
-            "lane_row_B": torch.randperm(rows, generator=generator)[:lanes],
-            "status_R": torch.where(draw(0, 5, rows) > 0, ROW_LIVE, draw(0, 5, rows)),
-            "seq_len_R": draw(90, 103, rows),
-            "draft_len_R": draw(0, num_steps + 2, rows),
-            "budget_R": draw(0, 9, rows),
-            "stop_id_RE": torch.where(stop > topk, -1, stop),
-            "draft_context": 100,
-            "sample_BN": torch.full((lanes, num_nodes), -7_777),
-            "path_BA": torch.full((lanes, accept_width), -7_777),
-            "accept_len_B": torch.full((lanes,), -7_777),
-            "outcome_B": torch.full((lanes,), -7_777),
-        }
-
-    return [
-        case(5, 3, 2, 8, 1, 4), case(7, 5, 3, 33, 1, 8), case(4, 3, 6, 70, 2, 4, True), case(3, 1, 1, 1, 1, 1),
-        case(9, 4, 1, 5, 1, 5, True),
-    ]  # fmt: skip
-
-
-OP = KernelOp(tree_walk_into, _cases, name="tree_walk", native="native.state")
+OP = KernelOp(tree_walk_into, name="tree_walk", native="native.state")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..op import Case, KernelOp
+from ..op import Int64, KernelOp
 from .draft_window import LIVE
 
 
 def verify_rows(
-    lane_row_B: Tensor, status_R: Tensor, seq_len_R: Tensor, node_token_BN: Tensor, node_depth_BN: Tensor, node_ancestors_BNX: Tensor
+    lane_row_B: Int64, status_R: Int64, seq_len_R: Int64, node_token_BN: Int64, node_depth_BN: Int64, node_ancestors_BNX: Int64
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The nodes of a tree as rows of one forward pass. A node is valid if its lane is live and it has a token.
 
@@ -34,20 +34,4 @@ def verify_rows(
     return token_BN, valid_BN, slot_BN, position_BN, begin_BN, seq_B, ancestors_BNX
 
 
-def _cases(generator: torch.Generator) -> list[Case]:
-    def case(lanes: int, nodes: int, words: int) -> Case:
-        status = torch.randint(0, 3, (lanes + 1,), generator=generator)
-        status[0] = LIVE
-        return {
-            "lane_row_B": torch.randperm(lanes + 1, generator=generator)[:lanes],
-            "status_R": status,
-            "seq_len_R": torch.randint(0, 2**40, (lanes + 1,), generator=generator),
-            "node_token_BN": torch.randint(-2, 9, (lanes, nodes), generator=generator),
-            "node_depth_BN": torch.randint(0, 7, (lanes, nodes), generator=generator),
-            "node_ancestors_BNX": torch.randint(-(2**62), 2**62, (lanes, nodes, words), generator=generator),
-        }
-
-    return [case(1, 1, 1), case(3, 8, 1), case(2, 65, 2), case(5, 33, 1)]
-
-
-OP = KernelOp(verify_rows, _cases, native="native.state")
+OP = KernelOp(verify_rows, native="native.state")

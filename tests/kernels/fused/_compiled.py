@@ -49,10 +49,10 @@ def without_interpreter(module: str, *arguments: str) -> str:
 
 
 def main() -> None:
-    from graphspec.kernels.fused import aot
     from graphspec.kernels.fused.launch import Launch
-    from graphspec.kernels.fused.races import merged
-    from graphspec.kernels.fused.sass import cuobjdump, fenced_arrivals, instructions
+    from tests.kernels.proof import aot
+    from tests.kernels.proof.races import merged
+    from tests.kernels.proof.sass import cuobjdump, fenced_arrivals, instructions
 
     def found(kernel: Any, arguments: tuple[Any, ...], **constexprs: Any) -> list[Any]:
         launch = Launch(kernel, (4,), arguments, constexprs, 4, 2)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from graphspec.kernels import OPS
-from graphspec.kernels.fused import aot
+from tests.kernels.proof import aot
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMITTED = json.loads(aot.TABLE.read_text())
@@ -20,7 +20,7 @@ COMMITTED = json.loads(aot.TABLE.read_text())
 def test_the_kernels_compile_to_the_committed_table() -> None:
     """In a separate process: here Triton interprets, and interpreted kernels can't be compiled."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "graphspec.kernels.fused.aot"]
+    command = [sys.executable, "-m", "tests.kernels.proof.aot"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 CASES = ("llama-8b-t8", "llama-8b-t64", "d80-t8", "d256-t8")
 LOWERED = """
 import json, sys
-from graphspec.kernels.fused import aot
+from tests.kernels.proof import aot
 from graphspec.kernels.fused.launch import recording
 found = {}
 for op, case in aot.aot_cases():

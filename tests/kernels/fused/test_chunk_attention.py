@@ -11,7 +11,7 @@ from torch import Tensor
 from graphspec.errors import ConfigError
 from graphspec.kernels.attention.chunk_attention import OP
 from graphspec.kernels.attention.fused import chunk_attention as fused
-from graphspec.kernels.attention.tree_attention import poison_unseen, random_pool
+from tests.kernels.cases.attention import poison_unseen, random_pool
 
 Case = dict[str, Any]
 

@@ -16,10 +16,11 @@ from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.graphs.stages.stage import Build
 from graphspec.kernels import OPS, select_kernels
 from graphspec.kernels.fused.launch import recording
-from graphspec.kernels.tree.commit_rows import OP, commit_case
+from graphspec.kernels.tree.commit_rows import OP
 from graphspec.kernels.tree.fused.commit_rows import CHUNK, commit_rows
 from graphspec.plan.buffers import POISON, Arena
 from graphspec.shapes import GREEDY
+from tests.kernels.cases.tree import commit_case
 from tests.support.tiny import structure_plan, tiny_networks
 
 from ._programs import ORDERS, program_order

@@ -16,6 +16,7 @@ from graphspec.kernels.tree.draft_window import LIVE
 from graphspec.kernels.tree.fused.draft_level import draft_level as fused
 from graphspec.kernels.tree.mail_apply import FREE
 from graphspec.plan.buffers import POISON, Status
+from tests.kernels.cases import cases_of
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 INF = math.inf
@@ -111,7 +112,7 @@ def test_levels_are_those_of_lists(function: Any, topk: int, steps: int, num_wor
 
 
 def test_a_lane_alone_gives_the_bits_of_the_batch() -> None:
-    case = OP.cases(torch.Generator().manual_seed(5))[1]
+    case = cases_of(OP, torch.Generator().manual_seed(5))[1]
     case = {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in case.items()}
     lanes = case["lane_row_B"].shape[0]
 

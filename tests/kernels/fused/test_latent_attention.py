@@ -12,11 +12,12 @@ from torch import Tensor
 from graphspec.errors import ConfigError
 from graphspec.kernels.attention.fused import latent_attention as fused
 from graphspec.kernels.attention.fused import latent_kv_write as fused_write
-from graphspec.kernels.attention.latent_attention import latent_attention, random_latent_pool
+from graphspec.kernels.attention.latent_attention import latent_attention
 from graphspec.kernels.attention.latent_chunk_attention import latent_chunk_attention
 from graphspec.kernels.attention.latent_kv_write import latent_kv_write
-from graphspec.kernels.attention.tree_attention import poison_unseen, visible_slots
+from graphspec.kernels.attention.tree_attention import visible_slots
 from graphspec.kernels.fused.launch import recording
+from tests.kernels.cases.attention import poison_unseen, random_latent_pool
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from graphspec.errors import CaptureError
 from graphspec.kernels.formulas import rms_norm
-from graphspec.kernels.fused import aot
 from graphspec.kernels.fused.hopper import MULTIPROCESSORS, RESERVED_BYTES, SHARED_BYTES, resident
 from graphspec.kernels.fused.launch import recording
 from graphspec.kernels.linear.fused import linear as module
@@ -29,6 +28,7 @@ from graphspec.kernels.linear.linear import ResidualStream, hidden_of
 from graphspec.kernels.linear.linear import linear as reference
 from graphspec.kernels.op import Signature
 from graphspec.models.layers import Linear, RMSNorm
+from tests.kernels.proof import aot
 
 ROOT = Path(__file__).resolve().parents[3]
 EPS = 1e-5
@@ -196,7 +196,7 @@ def test_a_stream_through_rms_norm_and_the_reference() -> None:
 
 
 COMMITTED = json.loads(aot.TABLE.read_text())["kernels"]
-PRODUCTS = {case.name: case for case in module.AOT if "fp32" not in case.name}
+PRODUCTS = {case.name: case for case in aot.CALLS["linear"] if "fp32" not in case.name}
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -252,11 +252,10 @@ def test_few_rows_without_a_norm_are_not_split() -> None:
 PROBE = """
 import sys
 from pathlib import Path
-from graphspec.kernels.linear.fused import linear
-from graphspec.kernels.fused.aot import compiled_for_gpu
+from tests.kernels.proof.aot import CALLS, compiled_for_gpu
 from graphspec.kernels.fused.hopper import MULTIPROCESSORS, resident
 from graphspec.kernels.fused.launch import recording
-for case in linear.AOT:
+for case in CALLS["linear"]:
     if case.name in sys.argv[2:]:
         with recording() as launches:
             case.launcher(**case.arguments())

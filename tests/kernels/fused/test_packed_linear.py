@@ -19,8 +19,6 @@ from graphspec.kernels.linear.fused import linear_tune
 from graphspec.kernels.linear.fused.linear import fused_linear, linear, linear_summed, matmul
 from graphspec.kernels.linear.fused.linear_choice import LinearConfig, LinearShape, LinearTable, candidates, fast_config, invariant_config
 from graphspec.kernels.linear.fused.packed_linear import (
-    AOT,
-    FORMATS,
     dequantised,
     fused_packed_linear,
     packed_linear,
@@ -32,6 +30,7 @@ from graphspec.kernels.op import Signature
 from graphspec.models.layers import Linear, RMSNorm, set_weight
 from graphspec.models.packed_weight import PackedWeight
 from tests.kernels.fused.test_aot import COMMITTED
+from tests.kernels.proof.linear import AOT, FORMATS
 
 # The interpreter computes with numpy, which warns of infinite and undefined results; numbers of 16 bits and scales of all sizes have them.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
@@ -311,7 +310,7 @@ def test_bytes_in_flight(name: str) -> None:
     """At least what the bandwidth of an H200 times the time of a round trip asks of codes, or of their conversion where it takes longer."""
     kind = FORMATS[name]
     for rows in (1, 8, 32):
-        [case] = [case for case in AOT if case.name == f"{name}-down-m{rows}"]
+        [case] = [case for case in AOT["packed_linear"] if case.name == f"{name}-down-m{rows}"]
         with recording() as launches:
             case.launcher(**case.arguments())
         config = fast_config(LinearShape(rows, 4096, 14336, "bfloat16", residual=True, code=kind.code, group=kind.group or 14336))

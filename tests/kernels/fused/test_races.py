@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from graphspec.kernels.fused.races import early, merged, overwritten, unordered, unseen
+from tests.kernels.proof.races import early, merged, overwritten, unordered, unseen
 
 HEAD = """#blocked = #ttg.blocked<{sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [4], order = [0]}>
 module attributes {"ttg.num-warps" = 4 : i32} {

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from graphspec.kernels.fused.sass import arrivals, fenced_arrivals, instructions
 from tests.kernels.fused._compiled import without_interpreter
+from tests.kernels.proof.sass import arrivals, fenced_arrivals, instructions
 
 RELEASE, ERROR, ADD = "@P0 MEMBAR.ALL.GPU", "@P0 ERRBAR", "@P0 ATOMG.E.ADD.STRONG.GPU PT, R8, desc[UR4][R6.64], R3"
 ACQUIRE, LOAD = "@P0 CCTL.IVALL", "@P0 LDG.E.128 R8, desc[UR4][R2.64]"

@@ -26,8 +26,8 @@ def reductions(ttgir: str) -> list[str]:
 
 
 def main() -> None:
-    from graphspec.kernels.fused.aot import aot_cases, lowered
     from graphspec.kernels.fused.launch import recording
+    from tests.kernels.proof.aot import aot_cases, lowered
 
     table = {}
     for file, case in aot_cases():

@@ -1,8 +1,9 @@
-"""Stores declared disjoint in :mod:`graphspec.kernels.fused.races` are: no program writes an address twice between two barriers."""
+"""Stores declared disjoint in :mod:`tests.kernels.proof.races` are: no program writes an address twice between two barriers."""
 
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from graphspec.kernels import OPS, KernelOp
-from graphspec.kernels.fused.aot import fused_modules
 from graphspec.kernels.fused.launch import INTERPRETED, launch, recording
-from graphspec.kernels.fused.races import CONSTANT, DISJOINT, STORED_ONCE
+from tests.kernels.cases import cases_of
 from tests.kernels.fused._touches import meetings
+from tests.kernels.proof.races import CONSTANT, DISJOINT, STORED_ONCE
 from tests.support.interpreter import interpreter_warnings
+
+ROOT = Path(__file__).resolve().parents[3]
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="watches the interpreter")
 
@@ -55,7 +58,7 @@ def test_a_conflict_of_stores_is_found() -> None:
 def test_declared_stores_do_not_overlap(op: KernelOp) -> None:
     """In calls that launch a kernel with a declaration; the other kernels are checked in compiled form."""
     function = op.implementation("fused")
-    for case in op.cases(torch.Generator().manual_seed(3)):
+    for case in cases_of(op, torch.Generator().manual_seed(3)):
         with recording() as recorded:
             op.call(function, case)
         if {each.kernel.fn.__name__ for each in recorded} & {*DISJOINT, *STORED_ONCE}:
@@ -65,7 +68,8 @@ def test_declared_stores_do_not_overlap(op: KernelOp) -> None:
 
 
 def test_what_is_declared_exists() -> None:
-    modules = [importlib.import_module(name) for name in fused_modules()]
+    files = (file.relative_to(ROOT).with_suffix("").parts for file in ROOT.glob("graphspec/kernels/**/fused/*.py"))
+    modules = [importlib.import_module(".".join(parts)) for parts in files if parts[-1] != "__init__"]
     kernels = {name: value.arg_names for module in modules for name, value in vars(module).items() if hasattr(value, "arg_names")}
     for table in (DISJOINT, STORED_ONCE, CONSTANT):
         for kernel, arguments in table.items():

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 LOWERED = """
-from graphspec.kernels.fused import aot
+from tests.kernels.proof import aot
 from graphspec.kernels.fused.launch import recording
 case = next(case for op, case in aot.aot_cases() if (op, case.name) == ("filter_logits", "v128256-t8"))
 with recording() as launches:

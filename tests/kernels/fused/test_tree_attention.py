@@ -10,8 +10,9 @@ from torch import Tensor
 
 from graphspec.errors import ConfigError
 from graphspec.kernels.attention.fused import tree_attention as fused
-from graphspec.kernels.attention.tree_attention import OP, poison_unseen, random_pool, visible_slots
+from graphspec.kernels.attention.tree_attention import OP, visible_slots
 from graphspec.kernels.fused.launch import recording, semaphores
+from tests.kernels.cases.attention import poison_unseen, random_pool
 
 from ._programs import ORDERS, program_order, side_by_side
 

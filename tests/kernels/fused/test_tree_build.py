@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from graphspec.errors import ConfigError
 from graphspec.kernels.op import KernelOp
 from graphspec.kernels.tree.chain_layout import OP as CHAIN
-from graphspec.kernels.tree.tree_build import OP, candidate_pool, node_slots, window_case
+from graphspec.kernels.tree.tree_build import OP
+from tests.kernels.cases import cases_of
+from tests.kernels.cases.tree import candidate_pool, node_slots, window_case
 
 NODE_SLOTS = OP.mutates
 
@@ -139,7 +141,7 @@ def test_chains_at_word_boundaries(nodes: int) -> None:
 
 def test_windows_wider_than_their_words() -> None:
     """Words past the nodes exist where the drafter's window is wider than the tree."""
-    for op, case in ((OP, tree_case(1, 2, 3, 3, 9)), (CHAIN, CHAIN.cases(torch.Generator())[0])):
+    for op, case in ((OP, tree_case(1, 2, 3, 3, 9)), (CHAIN, cases_of(CHAIN, torch.Generator())[0])):
         lanes, nodes = case["node_token_BN"].shape
         case["node_ancestors_BNX"] = torch.full((lanes, nodes, 3), -1)
         assert assert_equal(op, case)[3][..., 1:].eq(0).all()

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from graphspec.kernels.tree.tree_build import candidate_pool, tree_build
+from graphspec.kernels.tree.tree_build import tree_build
 from graphspec.kernels.tree.tree_walk import LIVE, OP, OUT_OF_BUDGET, ROW_FAILED, ROW_LIVE, STOPPED
 from graphspec.plan.buffers import POISON, Status
+from tests.kernels.cases.tree import candidate_pool
 
 from ._programs import ORDERS, program_order
 

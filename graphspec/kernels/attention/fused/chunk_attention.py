@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...fused.launch import AotCase, aot_case, launch, register
+from ...fused.launch import launch, register
 from ..chunk_attention import OP as CONTRACT
 from .tree_attention import check_dtypes
 
@@ -145,17 +145,3 @@ def chunk_attention(
 
 
 OP = register(CONTRACT, chunk_attention)
-
-
-def _case(name: str, tokens: int, heads: int = 32, dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> AotCase:
-    sizes, pool = {"B": 1, "T": tokens, "Q": heads, "D": dim, "P": 256}, (dtype, 32, 2, 1025, 16, 8, dim)
-    return aot_case(name, CONTRACT, chunk_attention, sizes, query_BTQD=dtype, kv_pool=pool, layer=31, scale=dim**-0.5)
-
-
-AOT = (
-    _case("llama-8b-c512", 512),
-    _case("llama-8b-c2048", 2048),
-    _case("f32-c512", 512, dtype=torch.float32),
-    _case("d64-c512", 512, dim=64),
-    _case("d256-c512", 512, heads=16, dim=256),
-)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...fused.launch import AotCase, aot_case, launch, register
+from ...fused.launch import launch, register
 from ..kv_move import OP as CONTRACT
 
 TILE = 4096
@@ -64,10 +63,3 @@ def kv_move(
 
 
 OP = register(CONTRACT, kv_move)
-
-
-def _case(name: str, lanes: int, width: int, dtype: torch.dtype = torch.bfloat16) -> AotCase:
-    return aot_case(name, CONTRACT, kv_move, {"B": lanes, "A": width, "R": 65, "P": 128}, kv_pool=(dtype, 32, 2, 1025, 16, 8, 128))
-
-
-AOT = (_case("llama-8b-b1-a6", 1, 6), _case("llama-8b-b8-a16", 8, 16), _case("llama-8b-b8-a128-fp32", 8, 128, torch.float32))

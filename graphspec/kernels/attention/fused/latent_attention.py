@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ....errors import ConfigError
-from ...fused.launch import AotCase, aot_case, launch, register
+from ...fused.launch import launch, register
 from ..latent_attention import OP as CONTRACT
 from ..latent_chunk_attention import OP as CHUNK_CONTRACT
 
@@ -327,31 +327,3 @@ def latent_chunk_attention(
 
 OP = register(CONTRACT, latent_attention)
 CHUNK_OP = register(CHUNK_CONTRACT, latent_chunk_attention)
-
-
-def _case(name: str, tokens: int, heads: int, slots: int, lanes: int = 1, words: int = 1, page_size: int = 64) -> AotCase:
-    sizes = {"B": lanes, "T": tokens, "Q": heads, "R": 64, "P": slots // page_size, "X": words}
-    chunk = "chunk" in name
-    return aot_case(
-        name, CHUNK_CONTRACT if chunk else CONTRACT, latent_chunk_attention if chunk else latent_attention, sizes,
-        # The strides of a batched product per head, viewed as tokens x heads.
-        query_latent_BTQL=torch.empty(heads, lanes * tokens, 512, dtype=torch.bfloat16, device="meta")
-        .permute(1, 0, 2).unflatten(0, (lanes, tokens)),
-        query_rope_BTQR=torch.bfloat16, latent_pool=(torch.bfloat16, 61, 1, 1 + 131072 // page_size, page_size, 1, 576),
-        layer=3, scale=192**-0.5,
-    )  # fmt: skip
-
-
-AOT = (
-    _case("deepseek-v3-t4", 4, 128, 8192),
-    _case("deepseek-v3-t12-two-groups", 12, 128, 32768),
-    _case("deepseek-v2-lite-t100-two-groups", 100, 16, 32768, words=2),
-    _case("deepseek-v3-t1-one-split", 1, 128, 256),
-    _case("deepseek-v2-lite-t1", 1, 16, 8192),
-    _case("deepseek-v2-lite-b8-t4", 4, 16, 8192, lanes=8),
-    _case("deepseek-v2-lite-page1", 4, 16, 8192, page_size=1),
-    _case("deepseek-v2-lite-page16", 4, 16, 8192, page_size=16),
-    _case("deepseek-v3-chunk256", 256, 128, 8192),
-    _case("deepseek-v3-chunk2048", 2048, 128, 8192),
-    _case("deepseek-v2-lite-chunk256", 256, 16, 8192),
-)

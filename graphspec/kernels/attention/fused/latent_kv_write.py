@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...fused.launch import AotCase, aot_case, launch, register
+from ...fused.launch import launch, register
 from ..latent_kv_write import OP as CONTRACT
 
 HEADS = 16
@@ -99,20 +98,3 @@ def latent_kv_write(
 
 
 OP = register(CONTRACT, latent_kv_write)
-
-
-def _case(name: str, lanes: int, tokens: int, heads: int, interleaved: bool) -> AotCase:
-    query = torch.empty(lanes, tokens, heads, 192, dtype=torch.bfloat16, device="meta")[..., 128:]
-    sizes, pool = {"B": lanes, "T": tokens, "E": 576, "L": 512, "P": 256}, (torch.bfloat16, 61, 1, 2049, 64, 1, 576)
-    return aot_case(
-        name, CONTRACT, latent_kv_write, sizes, latent_pool=pool, layer=3, latent_BTE=torch.bfloat16, query_rope_BTQR=query,
-        norm_weight_L=torch.bfloat16, rope_LD=(torch.float32, 4096, 64), eps=1e-6, interleaved=interleaved,
-    )  # fmt: skip
-
-
-AOT = (
-    _case("deepseek-v3-t4", 1, 4, 128, True),
-    _case("deepseek-v3-b8-t61", 8, 61, 128, True),
-    _case("deepseek-v2-lite-t1", 1, 1, 16, True),
-    _case("halves-t4", 1, 4, 128, False),
-)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...fused.launch import AotCase, aot_case, launch, register
+from ...fused.launch import launch, register
 from ..page_feature_write import OP as CONTRACT
 
 BLOCK = 2048
@@ -59,16 +58,3 @@ def page_feature_write(
 
 
 OP = register(CONTRACT, page_feature_write)
-
-
-def _case(name: str, lanes: int, tokens: int, width: int | None) -> AotCase:
-    """Without a width, a prompt chunk."""
-    sizes = {"B": lanes, "T": tokens, "F": 3 * 4096, "P": 128, "R": lanes if width is None else 65} | (
-        {} if width is None else {"A": width}
-    )
-    pool = (torch.bfloat16, 1, 1, 1025, 1, 1, 3 * 4096)
-    given = {"page_feature": pool, "feature_BTF": torch.bfloat16, "page_size": 16}
-    return aot_case(name, CONTRACT, page_feature_write, sizes, **given, **({"lane_row_B": None} if width is None else {}))
-
-
-AOT = (_case("eagle3-b1-n8", 1, 8, 6), _case("eagle3-b8-n64", 8, 64, 6), _case("eagle3-prompt-c512", 1, 512, None))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...fused.launch import AotCase, aot_case, launch, register
+from ...fused.launch import launch, register
 from ..rope_kv_write import OP as CONTRACT
 
 HEADS_PER_PROGRAM = 8
@@ -143,16 +141,3 @@ def rope_kv_write(
 
 
 OP = register(CONTRACT, rope_kv_write)
-
-
-def _case(name: str, lanes: int, tokens: int, **norm: Any) -> AotCase:
-    projected = torch.empty(lanes, tokens, 48, 128, dtype=torch.bfloat16, device="meta")
-    query, key, value = projected.split((32, 8, 8), 2)
-    return aot_case(
-        name, CONTRACT, rope_kv_write, {"B": lanes, "T": tokens, "P": 128}, query_BTQD=query, key_BTGD=key, value_BTGD=value,
-        rope_LD=(torch.float32, 4096, 128), kv_pool=(torch.bfloat16, 32, 2, 1025, 16, 8, 128), layer=5, **norm,
-    )  # fmt: skip
-
-
-HEAD_NORM = (torch.bfloat16, 128)
-AOT = (_case("llama-8b-t8", 1, 8), _case("qwen3-8b-b8-t64", 8, 64, query_norm=HEAD_NORM, key_norm=HEAD_NORM, norm_eps=1e-6))

@@ -32,7 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ....errors import ConfigError
 from ...fused import _partials as partials
-from ...fused.launch import INTERPRETED, AotCase, aot_case, launch, multiprocessors, register, semaphores
+from ...fused.launch import INTERPRETED, launch, multiprocessors, register, semaphores
 from ..tree_attention import OP as CONTRACT
 
 RUN, STRETCH = 1024, 8192
@@ -366,24 +366,3 @@ def tree_attention(
 
 
 OP = register(CONTRACT, tree_attention)
-
-
-def _case(name: str, lanes: int, tokens: int, heads: int = 32, dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> AotCase:
-    sizes = {"B": lanes, "T": tokens, "Q": heads, "D": dim, "P": 256, "X": triton.cdiv(tokens, 64)}
-    pool = (dtype, 32, 2, 1025, 16, 8, dim)
-    return aot_case(name, CONTRACT, tree_attention, sizes, query_BTQD=dtype, kv_pool=pool, layer=31, scale=dim**-0.5)
-
-
-AOT = (
-    _case("llama-8b-t1", 1, 1),
-    _case("llama-8b-t8", 1, 8),
-    _case("llama-8b-t64", 1, 64),
-    _case("llama-8b-t65", 1, 65),
-    _case("llama-8b-t128", 1, 128),
-    _case("llama-8b-b8-t32", 8, 32),
-    _case("d64-t8", 1, 8, dim=64),
-    _case("d80-t8", 1, 8, dim=80),
-    _case("d256-t8", 1, 8, heads=16, dim=256),
-    _case("f32-t8", 1, 8, dtype=torch.float32),
-    _case("f32-d256-t8", 1, 8, heads=16, dim=256, dtype=torch.float32),
-)

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ....errors import CaptureError
 from ...formulas import rms_norm
-from ...fused.launch import AotCase, launch, operator, semaphores
+from ...fused.launch import launch, operator, semaphores
 from ..linear import Hidden, ResidualStream, finish, hidden_of
 from ..packed import Packed, check_packed
 from ._linear import _linear, _row_squares
@@ -299,54 +299,3 @@ def fused_linear(numerics: str = "fast", table: LinearTable | None = None, produ
         return finish(products.matmul(x, weight, bias, float32 and plain), residual, gated, float32)
 
     return multiply
-
-
-def _call(rows: int, outputs: int, inputs: int, *parts: str, config: LinearConfig | None = None) -> dict[str, Any]:
-    def meta(*shape: int, dtype: torch.dtype = torch.float32 if "fp32" in parts else torch.bfloat16) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    call: dict[str, Any] = {"x": meta(rows, inputs), "weight": meta(outputs, inputs)}
-    if "norm" in parts or "summed" in parts:
-        call |= {"norm_weight": meta(inputs), "norm_eps": 1e-5}
-    if "summed" in parts:
-        before = LinearShape(rows, inputs, inputs, "bfloat16", residual=True)
-        use = invariant_config(before) if "invariant" in parts else fast_config(before)
-        call["squares"] = meta(rows, inputs // (64 if use is None else use.tile_outputs), dtype=torch.float32)
-    if "stream" in parts:
-        call["residual"] = meta(rows, outputs)
-    call |= {"gated": "gated" in parts, "float32": "float32" in parts}
-    if "invariant" in parts:
-        config = invariant_config(shape_of(call["x"], call["weight"], None, call.get("norm_weight"), None, call["gated"], False))
-    return call | {"config": None if config is None else config.encoded()}
-
-
-SHAPES: tuple[tuple[str, int, int, tuple[str, ...]], ...] = (
-    ("qkv", 6144, 4096, ("summed",)),
-    ("o", 4096, 4096, ("stream",)),
-    ("gate-up", 28672, 4096, ("summed", "gated")),
-    ("down", 4096, 14336, ("stream",)),
-    ("head", 128256, 4096, ("float32",)),
-    ("first-qkv", 6144, 4096, ("norm",)),
-    ("eagle3-fc", 4096, 12288, ()),
-    ("eagle3-qkv", 6144, 8192, ()),
-    ("eagle3-head", 32000, 4096, ("norm", "float32")),
-)
-"""Name, outputs, inputs and parts of the products of Llama-3.1-8B and its EAGLE-3 head. ``summed``: the previous product gives the squares;
-``stream``: this one returns them."""
-
-
-def _case(name: str, rows: int, outputs: int, inputs: int, *parts: str) -> AotCase:
-    launcher = linear_summed if "stream" in parts else linear
-    return AotCase(f"llama-8b-{name}", launcher, lambda: _call(rows, outputs, inputs, *parts))
-
-
-AOT = (
-    *(_case(f"{name}-m{rows}", rows, out, inp, *parts) for name, out, inp, parts in SHAPES for rows in (1, 16, 64)),
-    _case("first-qkv-m8", 8, 6144, 4096, "norm"),
-    _case("eagle3-head-m8", 8, 32000, 4096, "norm", "float32"),
-    *(_case(f"{name}-invariant", 8, out, inp, *parts, "invariant") for name, out, inp, parts in SHAPES),
-    _case("qkv-fp32", 64, 6144, 4096, "norm", "fp32"),
-    _case("gate-up-fp32", 8, 28672, 4096, "norm", "gated", "fp32"),
-    _case("gate-up-fp32-invariant", 8, 28672, 4096, "norm", "gated", "fp32", "invariant"),
-    _case("o-fp32-invariant", 8, 4096, 4096, "stream", "fp32", "invariant"),
-)

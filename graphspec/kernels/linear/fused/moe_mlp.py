@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...fused.launch import AotCase, aot_case, launch, register, semaphores
+from ...fused.launch import launch, register, semaphores
 from ..moe_mlp import OP as CONTRACT
 
 SCANNED = 512
@@ -200,24 +200,3 @@ def moe_mlp(x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up_EFH: Tens
 
 
 OP = register(CONTRACT, moe_mlp)
-
-
-_MODELS = {
-    "deepseek-v3": (256, 8, 7168, 2048),
-    "deepseek-v2-lite": (64, 6, 2048, 1408),
-    "qwen3-30b-a3b": (128, 8, 2048, 768),
-    "nemotron-3-nano": (128, 6, 2688, 1856),
-}
-"""Experts, experts per token, hidden size and width. Experts of Nemotron have no gate."""
-
-
-def _case(name: str, tokens: int) -> AotCase:
-    experts, topk, hidden, width = _MODELS[name]
-    sizes, both = (
-        {"T": tokens, "K": topk, "E": experts, "H": hidden, "F": width},
-        (torch.bfloat16, experts, (1 if "nemotron" in name else 2) * width, hidden),
-    )
-    return aot_case(f"{name}-t{tokens}", CONTRACT, moe_mlp, sizes, x_TH=torch.bfloat16, gate_up_EFH=both, down_EHF=torch.bfloat16)
-
-
-AOT = tuple(_case(name, tokens) for name in _MODELS for tokens in (1, 8, 32, 256, 2048))

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...fused.launch import AotCase, aot_case, launch, register
+from ...fused.launch import launch, register
 from ..moe_route import NORM_EPS
 from ..moe_route import OP as CONTRACT
 
@@ -111,19 +111,3 @@ def moe_route(
 
 
 OP = register(CONTRACT, moe_route)
-
-
-def _case(name: str, tokens: int, experts: int, topk: int, groups: int, topk_groups: int, sigmoid: bool, normalize: bool) -> AotCase:
-    return aot_case(
-        name, CONTRACT, moe_route, {"T": tokens, "E": experts}, topk=topk, groups=groups, topk_groups=topk_groups,
-        group_best=2 if sigmoid else 1, sigmoid=sigmoid, normalize=normalize, scaling=2.5, **({} if sigmoid else {"bias_E": None}),
-    )  # fmt: skip
-
-
-AOT = (
-    _case("deepseek-v3", 8, 256, 8, 8, 4, True, True),
-    _case("deepseek-v2", 8, 160, 6, 8, 3, False, False),
-    _case("deepseek-v2-lite", 1, 64, 6, 1, 1, False, False),
-    _case("qwen3-30b-a3b", 32, 128, 8, 1, 1, False, True),
-    _case("kimi-k2", 1, 384, 8, 1, 1, True, True),
-)

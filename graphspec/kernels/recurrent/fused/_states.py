@@ -22,12 +22,6 @@ COLUMNS = 32
 PART = 32
 """Key channels that a block of tokens loads at a time."""
 
-QWEN3_NEXT = {"U": 36, "H": 32, "K": 128, "V": 128, "E": 8192, "G": 64, "R": 65}
-NEMOTRON_H = {"U": 24, "H": 128, "K": 128, "V": 64, "E": 10240, "G": 256, "R": 65}
-"""Sizes of the recurrent layers of Nemotron-H-8B."""
-WIDE_STATE = {**NEMOTRON_H, "K": 256, "E": 8704}
-"""The same with twice the state size and one group, as configurations of Granite 4 and Bamba may have."""
-
 
 def head_sizes(mixed: Tensor, matrix: Tensor, *, selective: bool) -> dict[str, Any]:
     """Compile-time arguments of a kernel: the rule, sizes of a head, and sizes padded for tiles.

@@ -8,9 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...fused.launch import AotCase, aot_case, launch, register
+from ...fused.launch import launch, register
 from ..conv_shift import OP as CONTRACT
-from ._states import QWEN3_NEXT
 
 BLOCK = 512
 """Channels per program."""
@@ -70,12 +69,3 @@ def conv_shift(
 
 
 OP = register(CONTRACT, conv_shift)
-
-
-def _case(name: str, units: int, lanes: int, tokens: int, width: int, dtype: torch.dtype = torch.bfloat16) -> AotCase:
-    sizes = {**QWEN3_NEXT, "B": lanes, "T": tokens, "A": width, "O": 3}
-    given = {"input_UBTE": (dtype, units, lanes, tokens, QWEN3_NEXT["E"]), "column_RUOE": dtype, "layer": 0}
-    return aot_case(name, CONTRACT, conv_shift, sizes, **given, **({} if "run" in name else {"fresh_B": None}))
-
-
-AOT = (_case("qwen3-next-b1-n16-a6", 36, 1, 16, 6), _case("qwen3-next-run-b1-t256-fp32", 1, 1, 256, 256, torch.float32))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-import triton
 from torch import Tensor
 
-from ...fused.launch import AotCase, aot_case, register
+from ...fused.launch import register
 from ..delta_walk import OP as CONTRACT
-from ._states import QWEN3_NEXT
 from ._tree_states import walk_nodes
 
 
@@ -17,11 +14,3 @@ def delta_walk(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer:
 
 
 OP = register(CONTRACT, delta_walk)
-
-
-def _case(name: str, lanes: int, nodes: int, dtype: torch.dtype = torch.bfloat16) -> AotCase:
-    sizes = {**QWEN3_NEXT, "B": lanes, "T": nodes, "X": triton.cdiv(nodes, 64)}
-    return aot_case(name, CONTRACT, delta_walk, sizes, layer=3, mixed_BTE=dtype)
-
-
-AOT = (_case("qwen3-next-b1-n1", 1, 1), _case("qwen3-next-b8-n16", 8, 16), _case("qwen3-next-b1-n128-fp32", 1, 128, torch.float32))

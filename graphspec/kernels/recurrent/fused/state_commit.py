@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...fused.launch import AotCase, aot_case, launch, register
+from ...fused.launch import launch, register
 from ..state_commit import OP as CONTRACT
 from ._convolution import activated, add_tap
-from ._states import NEMOTRON_H, QWEN3_NEXT, WIDE_STATE, head_sizes, head_state, own_columns, state_tile, token_places
+from ._states import head_sizes, head_state, own_columns, state_tile, token_places
 from .delta_rule import delta_change
 from .ssm_rule import ssm_change
 
@@ -96,19 +95,3 @@ def state_commit(
 
 
 OP = register(CONTRACT, state_commit)
-
-
-def _case(name: str, model: dict[str, int], lanes: int, tokens: int, width: int, dtype: torch.dtype = torch.bfloat16) -> AotCase:
-    selective = model is not QWEN3_NEXT
-    sizes, weight = {**model, "B": lanes, "T": tokens, "A": width, "O": 3}, (dtype, model["U"], model["E"], 4)
-    given = {"input_UBTE": dtype, "column_RUOE": dtype, "weight_UEO": weight, "bias_UE": dtype if selective else None}
-    return aot_case(name, CONTRACT, state_commit, sizes, **given, selective=selective)
-
-
-AOT = (
-    _case("qwen3-next-b1-n1", QWEN3_NEXT, 1, 1, 1),
-    _case("qwen3-next-b8-n16-a6", QWEN3_NEXT, 8, 16, 6),
-    _case("qwen3-next-b1-n64-a9-fp32", QWEN3_NEXT, 1, 64, 9, torch.float32),
-    _case("nemotron-h-b1-n8-a6", NEMOTRON_H, 1, 8, 6),
-    _case("wide-state-b8-n64-a9", WIDE_STATE, 8, 64, 9),
-)

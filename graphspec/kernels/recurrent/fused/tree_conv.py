@@ -8,10 +8,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...fused.launch import AotCase, aot_case, launch, register
+from ...fused.launch import launch, register
 from ..tree_conv import OP as CONTRACT
 from ._convolution import activated, add_tap
-from ._states import QWEN3_NEXT
 
 BLOCK = 1024
 """Channels per program."""
@@ -79,13 +78,3 @@ def tree_conv(
 
 
 OP = register(CONTRACT, tree_conv)
-
-
-def _case(name: str, lanes: int, tokens: int, dtype: torch.dtype = torch.bfloat16) -> AotCase:
-    sizes = {**QWEN3_NEXT, "B": lanes, "T": tokens, "O": 3}
-    given = {"input_BTE": dtype, "column_RUOE": dtype, "weight_EO": (dtype, QWEN3_NEXT["E"], 4), "layer": 3}
-    given |= {"bias_E": dtype} if "bias" in name else {"bias_E": None}
-    return aot_case(name, CONTRACT, tree_conv, sizes, **given, **({} if "run" in name else {"fresh_B": None}))
-
-
-AOT = (_case("qwen3-next-b1-n16", 1, 16), _case("qwen3-next-run-b1-t256", 1, 256), _case("bias-b8-n64-fp32", 8, 64, torch.float32))

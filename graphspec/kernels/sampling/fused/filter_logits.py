@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...fused.launch import aot_case, launch, register
+from ...fused.launch import launch, register
 from ..filter_logits import OP as CONTRACT
 from ._thresholds import BLOCK, thresholds
 from ._vocabulary import is_finite
@@ -40,9 +40,3 @@ def filter_logits(logits_BTV: Tensor, temperature_B: Tensor, top_k_B: Tensor, to
 
 
 OP = register(CONTRACT, filter_logits)
-
-
-AOT = (
-    aot_case("vd32000", CONTRACT, filter_logits, {"B": 1, "T": 1, "V": 32000}),
-    aot_case("v128256-t8", CONTRACT, filter_logits, {"B": 8, "T": 8, "V": 128256}),
-)

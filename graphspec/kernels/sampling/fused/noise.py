@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...fused.launch import aot_case, launch, register
+from ...fused.launch import launch, register
 from ..noise import OP as CONTRACT
 from ._vocabulary import counter_hash, gumbel, hash_words
 
@@ -38,9 +38,3 @@ def gumbel_noise(seed_B: Tensor, position_BT: Tensor, token_V: Tensor) -> Tensor
 
 
 OP = register(CONTRACT, gumbel_noise)
-
-
-AOT = (
-    aot_case("v128256-t8", CONTRACT, gumbel_noise, {"B": 8, "T": 8, "V": 128256}),
-    aot_case("vd32000", CONTRACT, gumbel_noise, {"B": 1, "T": 1, "V": 32000}),
-)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...fused.launch import AotCase, aot_case, launch, register, semaphores
+from ...fused.launch import launch, register, semaphores
 from ..sample_tokens import OP as CONTRACT
 from ._thresholds import BLOCK, Split, thresholds
 from ._vocabulary import LOWEST, arrive, hash_words, is_finite, pack, packed_index, packed_value, perturb
@@ -89,19 +89,3 @@ def sample_tokens(
 
 
 OP = register(CONTRACT, sample_tokens)
-
-
-def _case(name: str, lanes: int, rows: int, strict: bool = True) -> AotCase:
-    absent = [] if "filtered" in name else ["top_k_B", "top_p_B", "min_p_B"]
-    absent += ["temperature_B", "seed_B", "position_BT"] if "greedy" in name else []
-    return aot_case(name, CONTRACT, sample_tokens, {"B": lanes, "T": rows, "V": 128256}, strict=strict, **dict.fromkeys(absent))
-
-
-AOT = (
-    _case("greedy-t1", 1, 1),
-    _case("greedy-n8-b8", 8, 8),
-    _case("noisy-n8", 1, 8),
-    _case("noisy-n64-b8", 8, 64),
-    _case("filtered-t1", 1, 1),
-    _case("filtered-n64-b8", 8, 64, strict=False),
-)

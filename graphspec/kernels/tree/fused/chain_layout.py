@@ -7,10 +7,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...fused.launch import AotCase, aot_case, launch, register
+from ...fused.launch import launch, register
 from ...groups import Nodes
 from ..chain_layout import OP as CONTRACT
-from .tree_build import ROWS, window_root
+from .tree_build import window_root
 
 
 @triton.jit
@@ -61,11 +61,3 @@ def chain_layout(
 
 
 OP = register(CONTRACT, chain_layout)
-
-
-def _case(name: str, lanes: int, nodes: int) -> AotCase:
-    sizes = {"B": lanes, "N": nodes, "X": triton.cdiv(nodes, 64), **ROWS}
-    return aot_case(name, CONTRACT, chain_layout, sizes | ({"M": nodes - 1} if nodes > 1 else {}))
-
-
-AOT = (_case("plain", 8, 1), _case("s7", 8, 8), _case("s127", 1, 128))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...fused.launch import AotCase, aot_case, launch, register
+from ...fused.launch import launch, register
 from ...groups import Progress, Run, Window
 from ..commit_rows import OP as CONTRACT
 from ..commit_rows import RING_HEADER
@@ -173,22 +172,3 @@ def commit_rows(
 
 
 OP = register(CONTRACT, commit_rows)
-
-
-def _case(name: str, lanes: int, nodes: int, width: int, features: int = 0, capacity: int = 0, **optional: int) -> AotCase:
-    """With a capacity the run is appended. ``optional``: sizes of optional row state."""
-    sizes = {"B": lanes, "N": nodes, "A": width, "Ac": capacity or width, "J": width + RING_HEADER, "Z": 3, "R": 65, **optional}
-    floats = dict.fromkeys(("feature_BNF", "window_feature_RAcF", "lookback_feature_RYF"), torch.bfloat16)
-    return aot_case(name, CONTRACT, commit_rows, sizes | ({"F": features} if features else {}), append=capacity > 0, **floats)
-
-
-AOT = (
-    _case("eagle3-b1-s5-n8", 1, 8, 6, 3 * 4096),
-    _case("eagle3-b8-s5-n64", 8, 64, 6, 3 * 4096),
-    _case("eagle3-b8-s7-chain", 8, 8, 8, 3 * 4096),
-    _case("eagle-b64-s5-n64-penalties", 64, 64, 6, 4096, V=128_256),
-    _case("mtp-b8-heads3", 8, 4, 4, 4096, Y=2),
-    _case("ngram-b8-n128-a128", 8, 128, 128, L=131_072),
-    _case("plain-b8", 8, 1, 1),
-    _case("eagle3-b64-append-c32", 64, 1, 6, 3 * 4096, capacity=32),
-)

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...fused.launch import AotCase, aot_case, launch, register
+from ...fused.launch import launch, register
 from ...groups import Beams, Candidates
 from ..draft_level import OP as CONTRACT
 from ..draft_window import LIVE
@@ -123,20 +123,3 @@ def draft_level(
 
 
 OP = register(CONTRACT, draft_level)
-
-
-def _case(name: str, lanes: int, topk: int, level: int, steps: int, num_words: int, beams: bool = True) -> AotCase:
-    sizes = {"B": lanes, "E": topk if level > 1 else 1, "K": topk, "S": steps, "X": num_words, "M": topk + (steps - 1) * topk**2, "R": 9}
-    return aot_case(name, CONTRACT, draft_level, sizes, level=level, beams=beams, shift=1)
-
-
-AOT = (
-    _case("k1", 1, 1, 2, 5, 1),
-    _case("k4-first", 1, 4, 1, 5, 1),
-    _case("k4-b8", 8, 4, 2, 5, 1),
-    _case("k8-first", 1, 8, 1, 5, 1),
-    _case("k8-b8", 8, 8, 3, 5, 1),
-    _case("k8-b8-last", 8, 8, 5, 5, 1, beams=False),
-    _case("k32-two-words", 8, 32, 2, 4, 2),
-    _case("k63-two-words", 1, 63, 2, 3, 2),
-)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...fused.launch import AotCase, aot_case, launch, register, semaphores
+from ...fused.launch import launch, register, semaphores
 from ...sampling.fused._vocabulary import (  # fmt: skip
     LOWEST,
     arrive,
@@ -165,24 +165,3 @@ def shard_topk(
 
 
 OP, SHARD_OP = register(CONTRACT, draft_topk), register(SHARD_CONTRACT, shard_topk)
-
-
-def _case(name: str, lanes: int, rows: int, vocab: int, topk: int, mapped: bool, noisy: bool) -> AotCase:
-    absent = (() if mapped else ("target_token_Vd",)) + (() if noisy else ("seed_B", "position_B", "temperature_B"))
-    return aot_case(name, CONTRACT, draft_topk, {"B": lanes, "T": rows, "Vd": vocab}, topk=topk, **dict.fromkeys(absent))
-
-
-def _shard_case(name: str, lanes: int, rows: int, topk: int, noisy: bool) -> AotCase:
-    absent = () if noisy else ("temperature_B", "seed_B", "position_BT")
-    return aot_case(name, SHARD_CONTRACT, shard_topk, {"B": lanes, "T": rows, "Vr": 16032}, topk=topk, **dict.fromkeys(absent))
-
-
-AOT = (
-    _case("vd32000-t1-k8", 1, 1, 32000, 8, True, False),
-    _case("vd32000-t8-k8-b8", 8, 8, 32000, 8, True, True),
-    _case("vd32000-t1-k1", 1, 1, 32000, 1, True, False),
-    _case("v128256-t8-k8", 1, 8, 128256, 8, False, False),
-    _case("v128256-k32-b8", 8, 32, 128256, 32, False, True),
-    _shard_case("shard-t8-k8", 1, 8, 8, False),
-    _shard_case("shard-n8-k1-b8", 8, 8, 1, True),
-)

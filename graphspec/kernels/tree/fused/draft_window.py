@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...fused.launch import AotCase, aot_case, launch, register
+from ...fused.launch import launch, register
 from ...groups import Window
 from ..draft_window import LIVE
 from ..draft_window import OP as CONTRACT
@@ -102,19 +102,3 @@ def draft_window(
 
 
 OP = register(CONTRACT, draft_window)
-
-
-def _case(name: str, lanes: int, width: int, num_words: int = 1, capacity: int = 0, **optional: int) -> AotCase:
-    sizes = {"B": lanes, "R": 9, "Ac": capacity or width, **optional}
-    floats = dict.fromkeys(("window_feature_RAcF", "lookback_feature_RYF"), torch.bfloat16)
-    return aot_case(name, CONTRACT, draft_window, sizes, shift=1, width=width, num_words=num_words, **floats)
-
-
-AOT = (
-    _case("llama-8b-a6", 1, 6, F=12288),
-    _case("llama-8b-b8-a6", 8, 6, F=12288),
-    _case("llama-8b-a16-no-features", 8, 16, num_words=2),
-    _case("deepseek-y3-a5", 8, 5, F=7168, Y=3),
-    _case("llama-8b-b8-a6-of-32", 8, 6, F=12288, capacity=32),
-    _case("llama-8b-b64-all-32", 64, 32, F=12288),
-)

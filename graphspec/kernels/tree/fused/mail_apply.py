@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...fused.launch import AotCase, aot_case, launch, register
+from ...fused.launch import launch, register
 from ...groups import Lanes, Penalties, RowRequest, Truncation
 from ..mail_apply import FREE, JOIN_WORDS
 from ..mail_apply import OP as CONTRACT
@@ -172,16 +171,3 @@ def mail_apply(
 
 
 OP = register(CONTRACT, mail_apply)
-
-
-def _case(name: str, lanes: int, rows: int, updates: int, joins: int = 0) -> AotCase:
-    sizes = {"B": lanes, "R": rows, "P": 514, "E": 8, "V": 128256}
-    at = {"lanes_at": 0, "aborts_at": lanes, "pages_at": lanes + rows, "pages_end": lanes + rows + 3 * updates}
-    words, joins_at = JOIN_WORDS + sizes["E"], at["pages_end"]
-    mail = (torch.int64, joins_at + joins * words + 2053)
-    absent = () if joins else ("truncation", "penalties")
-    of_joins = {"joins_at": joins_at, "joins": joins, "join_words": words}
-    return aot_case(name, CONTRACT, mail_apply, sizes, mail=mail, **at, **of_joins, **dict.fromkeys(absent))
-
-
-AOT = (_case("llama-8b", 1, 2, 130), _case("llama-8b-b8", 8, 9, 131), _case("llama-8b-prompts-all-groups", 4, 9, 131, joins=4))

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...fused.launch import AotCase, aot_case, launch, register
+from ...fused.launch import launch, register
 from ...groups import Candidates
 from ...sampling.fused._vocabulary import pack, packed_index, packed_value
 from ..draft_window import LIVE
@@ -71,11 +71,3 @@ def marginal_pool(increment_BSK: Tensor, next_BSK: Tensor, lane_row_B: Tensor, s
 
 
 OP = register(CONTRACT, marginal_pool)
-
-
-def _case(lanes: int, steps: int, topk: int) -> AotCase:
-    sizes = {"B": lanes, "S": steps, "K": topk, "M": topk + (steps - 1) * topk**2, "R": 9}
-    return aot_case(f"b{lanes}-s{steps}-k{topk}", CONTRACT, marginal_pool, sizes)
-
-
-AOT = (_case(1, 7, 1), _case(1, 8, 8), _case(8, 16, 7), _case(1, 20, 16), _case(1, 5, 63))

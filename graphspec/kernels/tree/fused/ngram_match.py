@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...fused.launch import AotCase, aot_case, launch, register, semaphores
+from ...fused.launch import launch, register, semaphores
 from ...groups import Candidates
 from ..draft_window import LIVE
 from ..ngram_match import OP as CONTRACT
@@ -174,16 +174,3 @@ def ngram_match(
 
 
 OP = register(CONTRACT, ngram_match)
-
-
-def _case(name: str, lanes: int, width: int, num_paths: int, depth: int) -> AotCase:
-    sizes = {"B": lanes, "R": lanes + 1, "L": width, "M": num_paths * depth}
-    return aot_case(name, CONTRACT, ngram_match, sizes, num_paths=num_paths, depth=depth, min_match=1, max_match=12)
-
-
-AOT = (
-    _case("l8192-k1-s6", 1, 8224, 1, 6),
-    _case("l8192-b8-k4-s6", 8, 8224, 4, 6),
-    _case("l8192-b8-k8-s8", 8, 8224, 8, 8),
-    _case("l131072-b8-k32-s16", 8, 131072, 32, 16),
-)

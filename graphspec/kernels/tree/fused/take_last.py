@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...fused.launch import aot_case, launch, register
+from ...fused.launch import launch, register
 from ..take_last import OP as CONTRACT
 
 BLOCK = 1024
@@ -32,9 +31,3 @@ def take_last(hidden_BTH: Tensor, known_B: Tensor, out_BH: Tensor) -> None:
 
 
 OP = register(CONTRACT, take_last)
-
-
-AOT = tuple(
-    aot_case(name, CONTRACT, take_last, {"B": lanes, "T": 6, "H": 4096}, hidden_BTH=torch.bfloat16, out_BH=torch.bfloat16)
-    for name, lanes in (("llama-8b-a6", 1), ("llama-8b-b8-a6", 8))
-)

@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ....errors import ConfigError
-from ...fused.launch import AotCase, aot_case, launch, register
+from ...fused.launch import launch, register
 from ...groups import Nodes
 from ..tree_build import OP as CONTRACT
 
@@ -127,13 +127,3 @@ def tree_build(
 
 
 OP = register(CONTRACT, tree_build)
-
-
-def _case(lanes: int, steps: int, topk: int, nodes: int) -> AotCase:
-    sizes = {"B": lanes, "M": topk + (steps - 1) * topk**2, "N": nodes, "X": triton.cdiv(nodes, 64), **ROWS}
-    return aot_case(f"b{lanes}-s{steps}-k{topk}-n{nodes}", CONTRACT, tree_build, sizes, max_depth=steps)
-
-
-ROWS = {"R": 65, "Ac": 8}
-SHAPES = ((1, 5, 4, 8), (8, 5, 8, 64), (8, 5, 10, 60), (8, 9, 8, 128), (1, 5, 32, 128), (1, 2, 127, 128))
-AOT = tuple(_case(*shape) for shape in SHAPES)

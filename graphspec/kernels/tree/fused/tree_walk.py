@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...fused.launch import AotCase, aot_case, launch, register
+from ...fused.launch import launch, register
 from ...groups import Limits, Nodes, Run
 from ..tree_walk import LIVE, OUT_OF_BUDGET, ROW_FAILED, ROW_LIVE, STOPPED
 from ..tree_walk import OP as CONTRACT
@@ -104,16 +104,3 @@ def tree_walk(
 
 
 OP = register(CONTRACT, tree_walk)
-
-
-def _case(name: str, lanes: int, nodes: int, width: int) -> AotCase:
-    sizes = {"B": lanes, "N": nodes, "X": triton.cdiv(nodes, 64), "R": 65, "E": 8, "A": width}
-    return aot_case(name, CONTRACT, tree_walk, sizes, draft_context=2048, **({} if "capped" in name else {"depth_cap_B": None}))
-
-
-AOT = (
-    _case("b1-s5-n8", 1, 8, 6),
-    _case("b8-s5-n64", 8, 64, 6),
-    _case("b8-s7-chain", 8, 8, 8),
-    _case("b8-n128-a128-capped", 8, 128, 128),
-)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...fused.launch import aot_case, launch, register
+from ...fused.launch import launch, register
 from ..draft_window import LIVE
 from ..verify_rows import OP as CONTRACT
 
@@ -58,9 +58,3 @@ def verify_rows(
 
 
 OP = register(CONTRACT, verify_rows)
-
-
-AOT = tuple(
-    aot_case(name, CONTRACT, verify_rows, {"B": lanes, "N": nodes, "X": triton.cdiv(nodes, 64), "R": 65})
-    for name, lanes, nodes in (("n8", 1, 8), ("b8-n128", 8, 128))
-)

@@ -1,14 +1,13 @@
-"""Ahead-of-time compilation of the fused kernels for sm_90, on any machine: ``python -m graphspec.kernels.fused.aot [FILE ...] [--write]``.
+"""Ahead-of-time compilation of the fused kernels for sm_90, on any machine: ``python -m tests.kernels.proof.aot [FILE ...] [--write]``.
 
-Compiles every case in ``AOT`` of every file here with the ptxas that comes with Triton, and reads registers, stack, shared memory and local
+Compiles every call of :data:`CALLS` with the ptxas that comes with Triton, and reads registers, stack, shared memory and local
 memory from the cubin. ``--write`` stores the table, or the rows of the named files; without either, the table is compared. Kernels that
-spill are an error, and so are those in which :mod:`~graphspec.kernels.fused.races` finds a race.
+spill are an error, and so are those in which :mod:`~tests.kernels.proof.races` finds a race.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import re
@@ -26,11 +25,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
-from .launch import INTERPRETED, AotCase, Launch, recording
-from .races import early, merged, overwritten, unordered, unseen
-from .sass import arrivals, cuobjdump, fenced_arrivals, instructions
+from graphspec.kernels.fused import hopper
+from graphspec.kernels.fused.launch import INTERPRETED, Launch, recording
+from tests.kernels.proof import attention, linear, recurrent, sampling, tree
+from tests.kernels.proof.calls import AotCase
+from tests.kernels.proof.races import early, merged, overwritten, unordered, unseen
+from tests.kernels.proof.sass import arrivals, cuobjdump, fenced_arrivals, instructions
 
-TABLE = Path(__file__).with_name("sm_90.json")
+TABLE = Path(hopper.__file__).with_name("sm_90.json")
+CALLS: dict[str, tuple[AotCase, ...]] = {**attention.AOT, **linear.AOT, **recurrent.AOT, **sampling.AOT, **tree.AOT}
+"""By file."""
 TARGET = GPUTarget("cuda", 90, 32)
 INT32 = 1 << 31
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
@@ -41,18 +45,11 @@ POINTERS = {
 """Triton's type names of pointer arguments, by torch dtype."""
 
 
-def fused_modules() -> list[str]:
-    """The modules in the folders ``fused`` of this package and of each topic, ascending by their last name."""
-    kernels = Path(__file__).parents[1]
-    files = sorted((file for file in kernels.rglob("fused/*.py") if file.stem != "__init__"), key=lambda file: file.stem)
-    return [".".join(("graphspec.kernels", *file.relative_to(kernels).with_suffix("").parts)) for file in files]
-
-
 def aot_cases() -> Iterator[tuple[str, AotCase]]:
-    """``(op, case)`` of every file with Triton kernels."""
-    for name in fused_modules():
-        for case in getattr(importlib.import_module(name), "AOT", ()):
-            yield name.rpartition(".")[2], case
+    """``(file, case)`` of every file with Triton kernels."""
+    for file in sorted(CALLS):
+        for case in CALLS[file]:
+            yield file, case
 
 
 def source_of(launch: Launch) -> ASTSource:
@@ -126,7 +123,7 @@ def unspecialised(launch: Launch) -> list[str]:
 
 
 def faults(launch: Launch, ttgir: str, programmatic: bool = True) -> list[str]:
-    """Races that :mod:`~graphspec.kernels.fused.races` finds in one launch.
+    """Races that :mod:`~tests.kernels.proof.races` finds in one launch.
 
     Args:
         launch: the launch.
@@ -245,7 +242,7 @@ def file_of(name: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 if nothing spills and the table is as committed or was written, else 1."""
     parser = argparse.ArgumentParser(
-        prog="python -m graphspec.kernels.fused.aot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.kernels.proof.aot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("ops", nargs="*", help="files to compile (default: all; the table is then compared or written)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
