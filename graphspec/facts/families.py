@@ -20,6 +20,7 @@ from .layer_kinds import (
     dots_keys,
     exaone_keys,
     full_layers_pass,
+    gemma2_keys,
     gemma3_keys,
     gemma_keys,
     listed_layers_rotate,
@@ -86,6 +87,8 @@ class Family:
     """Of MLPs and experts: SwiGLU; GeGLU with the tanh approximation; ``down(relu(up x)^2)``, without a gate (arXiv 2109.08668)."""
     norm: Literal["plain", "offset", "float32"] = "plain"
     """``offset``: norm weights are stored minus 1 (Gemma). ``float32``, and with an offset: scaled before the cast back, not after it."""
+    attention_sinks: bool = False
+    """Each head has a score more, of no key (gpt-oss)."""
     attention_gate: bool = False
     """The query projection gives each head a gate next to its query; the sigmoid of it scales the attention's output."""
     multi_head: bool = False
@@ -131,7 +134,16 @@ class Family:
     @property
     def shaped_like_llama(self) -> bool:
         """Layers of keys and values and dense MLPs, each after its norm, in separate tensors: ``graphspec train`` can read them."""
-        unusual = (self.refused, self.attention_gate, self.latent, self.experts, self.recurrent, self.multipliers, self.rotating)
+        unusual = (
+            self.refused,
+            self.attention_gate,
+            self.attention_sinks,
+            self.latent,
+            self.experts,
+            self.recurrent,
+            self.multipliers,
+            self.rotating,
+        )
         usual = self.layout is SPLIT_LAYOUT and self.norms == "before" and self.activation == "silu"
         return usual and not any(unusual)
 
@@ -277,6 +289,15 @@ GEMMA = Family(
     max_positions=8192,
     multipliers=read_gemma_multipliers,
 )
+GEMMA2 = replace(
+    GEMMA,
+    name="gemma2",
+    architectures=("Gemma2ForCausalLM",),
+    norms="around",
+    usual=gemma2_keys,
+    window=window_by_kind,
+)
+"""Every second layer has a window; scores and logits are capped (arXiv 2408.00118)."""
 GEMMA3 = replace(
     GEMMA,
     name="gemma3_text",
@@ -423,6 +444,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     GLM4_MOE,
     GEMMA,
+    GEMMA2,
     GEMMA3,
     Family(
         name="phi3",

@@ -117,6 +117,21 @@ def gemma_keys(keys: Keys) -> Keys:
     return Keys(values, keys.where)
 
 
+def gemma2_keys(keys: Keys) -> Keys:
+    """Gemma 2's config with ``layer_types``: every second layer sees everything.
+
+    Raises:
+        CheckpointError: another activation.
+    """
+    stated = {key: value for key, value in keys.values.items() if value is not None}
+    defaults = {"query_pre_attn_scalar": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    absent = {key: value for key, value in defaults.items() if key not in keys.values}
+    usual = gemma_keys(Keys({**absent, **stated}, keys.where))
+    if not keys.present("layer_types"):
+        usual.values["layer_types"] = _every(usual, 2)
+    return usual
+
+
 _GEMMA3 = {
     "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256, "sliding_window": 4096,
@@ -128,13 +143,12 @@ def gemma3_keys(keys: Keys) -> Keys:
     """Gemma 3's config with ``layer_types`` and ``rope_parameters`` by kind of layer.
 
     Raises:
-        CheckpointError: another activation, softcapped scores, or attention in both directions.
+        CheckpointError: another activation, or attention in both directions.
     """
     stated = {key: value for key, value in keys.values.items() if value is not None}
     usual = gemma_keys(Keys({**_GEMMA3, **stated}, keys.where))
-    for key in ("attn_logit_softcapping", "use_bidirectional_attention"):
-        if keys.values.get(key) not in (None, False):
-            raise keys.error(key, "null: not supported")
+    if keys.flag("use_bidirectional_attention", False):
+        raise keys.error("use_bidirectional_attention", "false")
     if not keys.present("layer_types"):
         usual.values["layer_types"] = _every(usual, keys.integer("sliding_window_pattern", 6))
     return Keys(_by_kind(usual.values, 1e6, 1e4, ("full_attention",)), keys.where)

@@ -21,6 +21,8 @@ class Multipliers:
     """That of the embedding is rounded to the dtype of the model (Gemma)."""
     logits: float = 1.0
     """Divides them."""
+    score_softcap: float = 0.0
+    """Bounds attention scores in the same way; 0: they are not."""
     softcap: float | None = None
     """Logits are bounded by ``cap * tanh(logits / cap)`` (Gemma 2, arXiv 2408.00118, section 2); None: they are not."""
     scores: float = 1.0
@@ -56,11 +58,12 @@ def read_gemma_multipliers(keys: Keys) -> Multipliers:
     Raises:
         CheckpointError: a value that is no positive number.
     """
-    scalar, cap = "query_pre_attn_scalar", "final_logit_softcapping"
+    scalar, cap, scores = "query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping"
     return Multipliers(
         embedding=keys.integer("hidden_size") ** 0.5,
         embedding_rounded=True,
         attention=keys.number(scalar) ** -0.5 if keys.present(scalar) else None,
+        score_softcap=keys.number(scores) if keys.present(scores) else 0.0,
         softcap=keys.number(cap) if keys.present(cap) else None,
     )
 

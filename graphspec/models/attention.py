@@ -30,6 +30,16 @@ class HeadTransform(NamedTuple):
     norm_offset: bool = False
 
 
+class Weighing(NamedTuple):
+    """How scores become weights, beyond the softmax (:func:`graphspec.kernels.attention.tree_attention.tree_attention`)."""
+
+    sink_Q: Tensor | None = None
+    softcap: float = 0.0
+
+
+SOFTMAX = Weighing()
+
+
 class LatentTransform(NamedTuple):
     """Norm and rotation of a token's compressed keys and values, and rotation of its queries' rotated part."""
 
@@ -72,6 +82,7 @@ class Attention(Protocol):
         heads: HeadTransform,
         scale: float,
         window_left: int | None,
+        weighing: Weighing = SOFTMAX,
     ) -> Tensor:
         """Norm and rotate queries and keys, write the tokens' KV of ``layer``, then attend. Returns ``[B, T, Q, D]`` in the query's dtype.
 
@@ -141,9 +152,9 @@ class PagedAttention:
 
     def __call__(
         self, layer: int, query_BTQD: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, heads: HeadTransform, scale: float,
-        window_left: int | None,
+        window_left: int | None, weighing: Weighing = SOFTMAX,
     ) -> Tensor:  # fmt: skip
-        return self._attend(layer, self.write(layer, query_BTQD, key_BTGD, value_BTGD, heads), scale, window_left)
+        return self._attend(layer, self.write(layer, query_BTQD, key_BTGD, value_BTGD, heads), scale, window_left, weighing)
 
     def latent(
         self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, latent_BTE: Tensor, transform: LatentTransform, scale: float
@@ -151,7 +162,7 @@ class PagedAttention:
         rotated_BTQR = self.write_latent(layer, query_rope_BTQR, latent_BTE, transform)
         return self._attend_latent(layer, query_latent_BTQL, rotated_BTQR, scale)
 
-    def _attend(self, layer: int, query_BTQD: Tensor, scale: float, window_left: int | None) -> Tensor:
+    def _attend(self, layer: int, query_BTQD: Tensor, scale: float, window_left: int | None, weighing: Weighing) -> Tensor:
         raise NotImplementedError
 
     def _attend_latent(self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, scale: float) -> Tensor:
@@ -186,12 +197,12 @@ class TreeAttention(PagedAttention):
     def visibility(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return self.begin_BT, self.prefix_end_B, self.ancestors_BTX
 
-    def _attend(self, layer: int, query_BTQD: Tensor, scale: float, window_left: int | None) -> Tensor:
-        if self.own_window is not None and window_left is None:
+    def _attend(self, layer: int, query_BTQD: Tensor, scale: float, window_left: int | None, weighing: Weighing) -> Tensor:
+        if self.own_window is not None and window_left is None and weighing == SOFTMAX:
             return self.own_window(query_BTQD, self.kv_pool, layer, scale)
         begin_BT = _within(self.begin_BT, self.position_BT, window_left)
         return self.kernels.tree_attention(
-            query_BTQD, self.kv_pool, layer, self.table_BP, begin_BT, self.prefix_end_B, self.ancestors_BTX, scale
+            query_BTQD, self.kv_pool, layer, self.table_BP, begin_BT, self.prefix_end_B, self.ancestors_BTX, scale, *weighing
         )
 
     def _attend_latent(self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, scale: float) -> Tensor:
@@ -222,11 +233,13 @@ class ChunkAttention(PagedAttention):
     def visibility(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return torch.full_like(self.position_BT, self.prefix_begin), None, None
 
-    def _attend(self, layer: int, query_BTQD: Tensor, scale: float, window_left: int | None) -> Tensor:
+    def _attend(self, layer: int, query_BTQD: Tensor, scale: float, window_left: int | None, weighing: Weighing) -> Tensor:
         if window_left in self.bound:
             return self.bound[window_left].chunk(query_BTQD, self.kv_pool, layer, self.valid_BT, scale)
         begin_BT = _within(self.visibility()[0], self.position_BT, window_left)
-        return self.kernels.chunk_attention(query_BTQD, self.kv_pool, layer, self.table_BP, begin_BT, self.slot_BT, self.valid_BT, scale)
+        return self.kernels.chunk_attention(
+            query_BTQD, self.kv_pool, layer, self.table_BP, begin_BT, self.slot_BT, self.valid_BT, scale, *weighing
+        )
 
     def _attend_latent(self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, scale: float) -> Tensor:
         if None in self.bound:

@@ -14,7 +14,7 @@ from ..kernels.formulas import Rotation, rms_norm
 from ..kernels.linear.linear import Hidden, finish, hidden_of, linear
 from ..kernels.linear.packed import Packed
 from ..kernels.linear.packed_linear import packed_linear
-from .attention import HeadTransform
+from .attention import HeadTransform, Weighing
 from .packed_weight import PackedWeight, Segment
 
 if TYPE_CHECKING:
@@ -340,6 +340,8 @@ class SelfAttention(TokenMixer, ShardedModule):
         self.rope_rows = 0
         """Rows of the network's table before those of this layer's rotation."""
         rope = facts.layer_rope[layer] if facts.layer_rope else facts.rope
+        self.sink_Q = make_parameter(facts.num_heads) if facts.family.attention_sinks else None
+        self.softcap = facts.multipliers.score_softcap
         self.query_growth = (rope.query_beta, rope.original_max_position_embeddings) if rope.query_beta else None
         self.gated, self.sharding = facts.family.attention_gate, facts.sharding
         fused = (2 * query if self.gated else query, key, key)
@@ -366,10 +368,14 @@ class SelfAttention(TokenMixer, ShardedModule):
             growth_BT = 1 + beta * torch.log(1 + torch.floor(attention.position_BT / context))
             query_BTQD = query_BTQD * growth_BT[..., None, None].to(query_BTQD.dtype)
         heads = self._heads(rotation)
-        out_BTQD = attention(self.layer, query_BTQD, key_BTGD, value_BTGD, heads, self.scale, self.window_left)
+        out_BTQD = attention(self.layer, query_BTQD, key_BTGD, value_BTGD, heads, self.scale, self.window_left, self.weighing())
         if gate_BTQD is not None:
             out_BTQD = out_BTQD * torch.sigmoid(gate_BTQD)
         return out_BTQD.flatten(2)
+
+    def weighing(self) -> Weighing:
+        """How scores become weights."""
+        return Weighing(None if self.sink_Q is None else self.sink_Q.float(), self.softcap)
 
     def write_kv(self, x_BTH: Hidden, rotation: Rotation, attention: Attention, norm: RMSNorm | None = None) -> None:
         """Write the KV that :meth:`forward` would write, and nothing else."""

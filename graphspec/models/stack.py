@@ -106,7 +106,7 @@ class DecoderStack(nn.Module):
         query, key, _ = first.qkv_proj.parts
         dim, eps = first.head_dim, layers[0].post_attention_layernorm.eps
         heads = query // dim // (2 if first.gated else 1)
-        shape = stack.StackShape(heads, key // dim, dim, rotary_dim, first.gated, gelu, eps, first.scale)
+        shape = stack.StackShape(heads, key // dim, dim, rotary_dim, first.gated, gelu, eps, first.scale, first.softcap)
         taps = sorted(tap_layers)
         norms = [*input_norms, final_norm, *(layer.post_attention_layernorm for layer in layers), *(a.q_norm for a in attentions)]
         assert all(norm is None or norm.eps == eps for norm in norms), "one epsilon"
@@ -126,6 +126,7 @@ class DecoderStack(nn.Module):
                 out_norm=_scale(out_norm),
                 down_norm=_scale(down_norm),
                 rope_rows=attention.rope_rows,
+                sink_Q=attention.weighing().sink_Q,
             )
             for index, (norm, attention, mlp, (mlp_norm, out_norm, down_norm)) in enumerate(
                 zip(input_norms, attentions, mlps, map(_norms, layers), strict=True)

@@ -406,6 +406,9 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         if not shape.is_chain:
             expected = f"1 with kernels.attention={config.kernels.attention} over latent rows: its kernels take no tree mask"
             raise ConfigError("variant.topk", expected, shape.topk, "kernels.attention=fused serves trees")
+    if config.kernels.attention in HOST_STEP_OVER_LATENT_ROWS and (target.family.attention_sinks or target.multipliers.score_softcap):
+        expected = "another implementation for a target with attention sinks or capped scores"
+        raise ConfigError("kernels.attention", expected, config.kernels.attention)
     buckets = tuple(bucket for bucket in runtime.buckets if bucket < runtime.max_rows)
     largest = min((bucket for bucket in runtime.buckets if bucket >= runtime.max_rows), default=None)
     if largest is None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.formulas import apply_rope, rms_norm
-from ..models.attention import HeadTransform
+from ..models.attention import SOFTMAX, HeadTransform, Weighing
 
 KeyValues = dict[int, tuple[Tensor, Tensor]]
 """Keys and values of each layer."""
@@ -60,9 +60,10 @@ class SequenceAttention:
     def __call__(
         self, layer: int, query_BTQD: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, heads: HeadTransform, scale: float,
         window_left: int | None,
+        weighing: Weighing = SOFTMAX,
     ) -> Tensor:  # fmt: skip
         """See :class:`graphspec.models.attention.Attention`."""
-        assert window_left is None, "a draft in training sees its whole prefix"
+        assert window_left is None and weighing == SOFTMAX, "a draft in training sees its whole prefix, by a softmax"
         rotated_BTQD = self.write(layer, query_BTQD, key_BTGD, value_BTGD, heads)
         query = rotated_BTQD.unflatten(2, (key_BTGD.shape[2], -1)).unflatten(1, (len(self.seen_AR), -1)) * scale
         key_BRGD, value_BRGD = self.prefix[layer]

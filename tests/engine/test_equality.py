@@ -216,6 +216,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0}),
     "seed-oss": ("seed_oss", {"num_key_value_heads": 1}),
     "gemma": ("gemma", {"head_dim": 32}),
+    "gemma2": ("gemma2", {"sliding_window": 6, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}),
     "gemma3": ("gemma3", {"sliding_window": 6, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24, "final_logit_softcapping": 4.0}),
     "phi3": ("phi3", {"num_key_value_heads": 1}),
     "phi3-partly-rotated-window": (

@@ -28,6 +28,7 @@ from graphspec.drafters.standalone.facts import StandaloneFacts
 from graphspec.drafters.standalone.network import StandaloneDraft
 from graphspec.facts import ModelFacts, RopeFacts
 from graphspec.facts.families import LLAMA
+from graphspec.facts.multipliers import Multipliers
 from graphspec.facts.rope import NO_ROPE
 from graphspec.kernels import native, select_kernels
 from graphspec.kernels.attention.tree_attention import visible_slots
@@ -63,6 +64,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": (5, None, 9),
         "rope": RopeFacts(500000.0, "linear", factor=2.0),
         "layer_rope": (RopeFacts(10000.0), RopeFacts(500000.0, "linear", factor=2.0), RopeFacts(0.0, NO_ROPE)),
+    },
+    "sinks, capped scores": {
+        "family": replace(LLAMA, attention_sinks=True),
+        "multipliers": Multipliers(score_softcap=0.6),
+        "sliding_window": (5, None, 9),
     },
     "norms after": {"family": replace(LLAMA, norms="after"), "mlp_bias": True, "output_bias": True},
     "odd sizes": {"hidden_size": 37, "intermediate_size": 29, "head_dim": 10, "num_heads": 5},

@@ -261,7 +261,11 @@ def test_tree_attention_sees_what_the_contract_says() -> None:
                 slot = visible[lane, token].nonzero()[:, 0]
                 rows = pool[:, table[lane, slot // size], slot % size].repeat_interleave(repeat, 2)
                 score = torch.einsum("qd,lqd->ql", query[lane, token], rows[0]) * case["scale"]
-                expected = torch.einsum("ql,lqd->qd", score.softmax(-1), rows[1])
+                if cap := case.get("softcap", 0.0):
+                    score = cap * torch.tanh(score / cap)
+                sink = case.get("sink_Q", torch.full(query.shape[2:3], -torch.inf))[:, None]  # a key without a value
+                weight = torch.cat((score, sink), 1).softmax(-1)[:, :-1] if len(slot) else score
+                expected = torch.einsum("ql,lqd->qd", weight, rows[1])
                 torch.testing.assert_close(out[lane, token], expected, rtol=1e-5, atol=1e-5)
 
 

@@ -90,6 +90,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed-oss": ("seed_oss", {"num_key_value_heads": 1}),
     "seed-oss-other-biases": ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True, "head_dim": 20}),
     "gemma": ("gemma", {"head_dim": 32, "num_key_value_heads": 1}),
+    "gemma2": ("gemma2", {"sliding_window": 6, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 0.5, "num_key_value_heads": 1}),
     "gemma3": ("gemma3", {"sliding_window": 6, "query_pre_attn_scalar": 24}),
     "gemma3-listed-scaled-capped": (
         "gemma3",

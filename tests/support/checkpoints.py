@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 from graphspec.kernels.formulas import apply_rope, rms_norm
-from graphspec.models.attention import HeadTransform, LatentTransform
+from graphspec.models.attention import SOFTMAX, HeadTransform, LatentTransform, Weighing
 from graphspec.models.recurrence import Recurrence
 
 VOCAB_SIZE = 61
 FAMILIES = {
     "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2", "phi3": "Phi3", "olmo3": "Olmo3",
-    "smollm3": "SmolLM3", "exaone4": "Exaone4", "granite": "Granite", "seed_oss": "SeedOss", "gemma": "Gemma", "gemma3": "Gemma3",
+    "smollm3": "SmolLM3", "exaone4": "Exaone4", "granite": "Granite", "seed_oss": "SeedOss", "gemma": "Gemma", "gemma2": "Gemma2", "gemma3": "Gemma3",
 }  # fmt: skip
 CONFIGS = {"gemma3": "Gemma3Text"}
 """Names of configurations that don't follow from those of the models."""
@@ -389,6 +389,7 @@ class DenseAttention:
         heads: HeadTransform,
         scale: float,
         window_left: int | None,
+        weighing: Weighing = SOFTMAX,
     ) -> Tensor:
         del layer
         if heads.query_norm is not None and heads.key_norm is not None:
@@ -397,7 +398,10 @@ class DenseAttention:
         query_BTQD, key_BTGD = (apply_rope(x, *heads.rotation.cos_sin(x.dtype)) for x in (query_BTQD, key_BTGD))
         repeat = query_BTQD.shape[2] // key_BTGD.shape[2]
         key_BTQD, value_BTQD = (x.repeat_interleave(repeat, dim=2) for x in (key_BTGD, value_BTGD))
-        weight_BQTU = self._weights(torch.einsum("btqd,buqd->bqtu", query_BTQD, key_BTQD) * scale, window_left)
+        score_BQTU = torch.einsum("btqd,buqd->bqtu", query_BTQD, key_BTQD) * scale
+        if weighing.softcap:
+            score_BQTU = weighing.softcap * torch.tanh(score_BQTU / weighing.softcap)
+        weight_BQTU = self._weights(score_BQTU, window_left, weighing.sink_Q)
         return torch.einsum("bqtu,buqd->btqd", weight_BQTU, value_BTQD)
 
     def latent(
@@ -417,9 +421,12 @@ class DenseAttention:
         score_BQTU = score_BQTU + torch.einsum("btqr,bur->bqtu", rotate(query_rope_BTQR), key_BTR)
         return torch.einsum("bqtu,bul->btql", self._weights(score_BQTU * scale, None), row_BTL)
 
-    def _weights(self, score_BQTU: Tensor, window_left: int | None) -> Tensor:
+    def _weights(self, score_BQTU: Tensor, window_left: int | None, sink_Q: Tensor | None = None) -> Tensor:
         distance_BTU = self.position_BT[:, :, None] - self.position_BT[:, None, :]
         seen_BTU = (distance_BTU >= 0) & self.valid_BT[:, None, :]
         if window_left is not None:
             seen_BTU = seen_BTU & (distance_BTU < window_left)
-        return score_BQTU.masked_fill(~seen_BTU[:, None], float("-inf")).float().softmax(-1).to(score_BQTU.dtype)
+        seen_BQTU = score_BQTU.masked_fill(~seen_BTU[:, None], float("-inf")).float()
+        if sink_Q is not None:
+            seen_BQTU = torch.cat((seen_BQTU, sink_Q[None, :, None, None].expand(*seen_BQTU.shape[:3], 1)), -1)
+        return seen_BQTU.softmax(-1)[..., : score_BQTU.shape[-1]].to(score_BQTU.dtype)

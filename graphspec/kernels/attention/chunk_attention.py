@@ -18,6 +18,8 @@ def chunk_attention(
     slot_BT: Int64,
     valid_BT: Bool,
     scale: float,
+    sink_Q: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Causal attention of prompt tokens whose KV is already written.
 
@@ -30,13 +32,14 @@ def chunk_attention(
         table_BP: int32.
         prefix_begin_BT, slot_BT: int64. valid_BT: bool.
         scale: static; multiplies the scores.
+        sink_Q, softcap: of :func:`~graphspec.kernels.attention.tree_attention.tree_attention`.
 
     Returns:
         ``[B, T, Q, D]`` in the dtype of the query; 0 for an invalid query. Softmax in float32.
     """
     slot_L = torch.arange(table_BP.shape[1] * kv_pool.shape[3], device=query_BTQD.device)
     visible_BTL = (slot_L >= prefix_begin_BT[..., None]) & (slot_L <= slot_BT[..., None]) & valid_BT[..., None]
-    return masked_attention(query_BTQD, kv_pool, layer, table_BP, visible_BTL, scale)
+    return masked_attention(query_BTQD, kv_pool, layer, table_BP, visible_BTL, scale, sink_Q, softcap)
 
 
 OP = KernelOp(chunk_attention, native="native", exact=False)

@@ -15,8 +15,17 @@ def gather_slots(pool_layer: Tensor, table_BP: Tensor) -> Tensor:
     return rows.view(lanes, columns * pool_layer.shape[1], *pool_layer.shape[2:])
 
 
-def masked_attention(query_BTQD: Tensor, kv_pool: Tensor, layer: int, table_BP: Tensor, visible_BTL: Tensor, scale: float) -> Tensor:
-    """Softmax attention over logical slots under a mask; a query that sees nothing returns 0.
+def masked_attention(
+    query_BTQD: Tensor,
+    kv_pool: Tensor,
+    layer: int,
+    table_BP: Tensor,
+    visible_BTL: Tensor,
+    scale: float,
+    sink_Q: Tensor | None = None,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Softmax attention over logical slots under a mask; a query that sees nothing returns 0. ``sink_Q``, ``softcap``: of :func:`tree_attention`.
 
     Scores, softmax and the weighted sum run in float32 (float64 for float64 queries).
     """
@@ -29,11 +38,15 @@ def masked_attention(query_BTQD: Tensor, kv_pool: Tensor, layer: int, table_BP: 
     value_BLGD = torch.where(seen_BL11, gather_slots(kv_pool[layer, 1], table_BP), 0.0).to(compute)
     query = query_BTQD.to(compute).view(lanes, tokens, groups, heads // groups, dim)
     score = torch.einsum("btgrd,blgd->bgrtl", query, key_BLGD) * scale
+    if softcap:
+        score = softcap * torch.tanh(score / softcap)
     visible = visible_BTL[:, None, None]
     score = torch.where(visible, score, -torch.inf)
     peak = score.amax(-1, keepdim=True)
     weight = torch.where(visible, torch.exp(score - torch.where(peak == -torch.inf, 0.0, peak)), 0.0)
     total = weight.sum(-1, keepdim=True)
+    if sink_Q is not None:
+        total = total + torch.exp(sink_Q.to(compute).view(groups, heads // groups, 1, 1) - peak)
     weight = weight / torch.where(total == 0, 1.0, total)
     out = torch.einsum("bgrtl,blgd->btgrd", weight, value_BLGD)
     return out.reshape(lanes, tokens, heads, dim).to(query_BTQD.dtype)
@@ -48,6 +61,8 @@ def tree_attention(
     prefix_end_B: Int64,
     ancestors_BTX: Int64,
     scale: float,
+    sink_Q: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attention of tree nodes, draft beams or window entries over their prefix and their own ancestors.
 
@@ -62,6 +77,8 @@ def tree_attention(
         prefix_begin_BT, prefix_end_B: int64.
         ancestors_BTX: int64 words, 64 bits each, bit 63 is the sign.
         scale: static; multiplies the scores.
+        sink_Q: one more score of each head, of a key that has no value: it only adds to the sum of weights (gpt-oss; arXiv 2309.17453).
+        softcap: static; scores become ``softcap * tanh(score / softcap)`` (Gemma 2, arXiv 2408.00118). 0: they don't.
 
     Returns:
         ``[B, T, Q, D]`` in the dtype of the query; 0 for a query that sees nothing. Softmax in float32.
@@ -74,7 +91,7 @@ def tree_attention(
     offset_BL = offset_BL.clamp(0, 64 * words - 1)
     word_BTL = ancestors_BTX.gather(2, (offset_BL >> 6)[:, None].expand(-1, ancestors_BTX.shape[1], -1))
     window_BTL = (((word_BTL >> (offset_BL & 63)[:, None]) & 1) == 1) & inside_BL[:, None]
-    return masked_attention(query_BTQD, kv_pool, layer, table_BP, prefix_BTL | window_BTL, scale)
+    return masked_attention(query_BTQD, kv_pool, layer, table_BP, prefix_BTL | window_BTL, scale, sink_Q, softcap)
 
 
 def visible_slots(prefix_begin_BT: Tensor, prefix_end_B: Tensor, ancestors_BTX: Tensor, length: int) -> Tensor:

@@ -50,11 +50,27 @@ def store(part_acc, part_stat, slot, part, channel, rows, part_rows, acc, peak, 
 
 
 @triton.jit
+def sink_weight(sinks, row, peak, REPEAT: tl.constexpr):
+    """What the sinks of the rows' heads add to their sums of weights."""
+    return tl.exp2(tl.load(sinks + row % REPEAT).to(tl.float32) * 1.4426950408889634 - peak)
+
+
+@triton.jit
+def capped(product, scale, cap):
+    """Scores from products, base 2: ``cap * tanh(scale * product / cap)``; ``scale`` is divided by the cap, and the cap in base 2."""
+    return cap * (1.0 - 2.0 / (tl.exp2(product * (scale * 2.8853900817779268)) + 1.0))
+
+
+@triton.jit
 def merged(
-    part_acc, part_stat, scratch, part, channel, rows, part_rows, first_unit, units, unit,
+    part_acc, part_stat, scratch, part, channel, rows, part_rows, first_unit, units, unit, sinks, first_row,
     RUN: tl.constexpr, STRETCH: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, UNROLL: tl.constexpr,
+    REPEAT: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The result of rows ``part``: ``units`` units from ``first_unit`` on, of ``unit`` splits each, folded in order."""
+    """The result of rows ``part``: ``units`` units from ``first_unit`` on, of ``unit`` splits each, folded in order.
+
+    ``sinks``: those of the ``REPEAT`` heads of the rows' group, with ``SINKS``; ``first_row``: that of the tile.
+    """
     run_acc, run_peak, run_total = empty(ROWS, DIM_PAD)
     stretch_acc, stretch_peak, stretch_total = empty(ROWS, DIM_PAD)
     whole_acc, whole_peak, whole_total = empty(ROWS, DIM_PAD)
@@ -79,6 +95,8 @@ def merged(
             stretch_total = tl.where(closed, 0.0, stretch_total)
     acc, peak, total = fold(stretch_acc, stretch_peak, stretch_total, run_acc, run_peak, run_total)
     acc, peak, total = fold(whole_acc, whole_peak, whole_total, acc, peak, total)
+    if SINKS:
+        total += sink_weight(sinks, first_row + part, peak, REPEAT)
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
 
 

@@ -53,14 +53,22 @@ def _tree_attention(
     prefix_end_B: Tensor,
     ancestors_BTX: Tensor,
     scale: float,
+    sink_Q: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     query, kv_pool = _queries(query_BTQD, kv_pool), _pool(kv_pool)
     require("table", table_BP, _int32)
     for name, tensor in (("prefix_begin", prefix_begin_BT), ("prefix_end", prefix_end_B), ("ancestors", ancestors_BTX)):
         require(name, tensor, _int64)
     out = torch.empty(query.shape, dtype=_float32)
-    tensors = (out, query, kv_pool, *map(dense, (table_BP, prefix_begin_BT, prefix_end_B, ancestors_BTX)))
-    call("tree_attention", tensors, *_shape(query, kv_pool, table_BP, layer, ancestors_BTX.shape[2]), bits(scale))
+    tensors = (
+        out,
+        query,
+        kv_pool,
+        None if sink_Q is None else dense(sink_Q.float()),
+        *map(dense, (table_BP, prefix_begin_BT, prefix_end_B, ancestors_BTX)),
+    )
+    call("tree_attention", tensors, *_shape(query, kv_pool, table_BP, layer, ancestors_BTX.shape[2]), bits(scale), bits(softcap))
     return out
 
 
@@ -73,6 +81,8 @@ def _chunk_attention(
     slot_BT: Tensor,
     valid_BT: Tensor,
     scale: float,
+    sink_Q: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     query, kv_pool = _queries(query_BTQD, kv_pool), _pool(kv_pool)
     require("table", table_BP, _int32)
@@ -80,8 +90,14 @@ def _chunk_attention(
     require("slot", slot_BT, _int64)
     require("valid", valid_BT, _bool)
     out = torch.empty(query.shape, dtype=_float32)
-    tensors = (out, query, kv_pool, *map(dense, (table_BP, prefix_begin_BT, slot_BT, valid_BT)))
-    call("chunk_attention", tensors, *_shape(query, kv_pool, table_BP, layer, 0), bits(scale))
+    tensors = (
+        out,
+        query,
+        kv_pool,
+        None if sink_Q is None else dense(sink_Q.float()),
+        *map(dense, (table_BP, prefix_begin_BT, slot_BT, valid_BT)),
+    )
+    call("chunk_attention", tensors, *_shape(query, kv_pool, table_BP, layer, 0), bits(scale), bits(softcap))
     return out
 
 

@@ -11,8 +11,8 @@ constexpr int64_t WORK_PER_THREAD = 1 << 17;  // multiply-adds below which a sec
 
 class Attention final : public graphspec::Program {
  public:
-  Attention(const Shape& n, const float* query, const float* pool, const std::vector<Visible>& see, float scale, float* out)
-      : n_(n), query_(query), pool_(pool), see_(see), scale_(scale), out_(out) {}
+  Attention(const Shape& n, const float* query, const float* pool, const std::vector<Visible>& see, Scores scores, float* out)
+      : n_(n), query_(query), pool_(pool), see_(see), scores_(scores), out_(out) {}
 
   int phases() const override { return 1; }
   void divide(int threads) override { splits_ = token_splits(n_, threads); }
@@ -22,47 +22,51 @@ class Attention final : public graphspec::Program {
     static thread_local Scratch scratch;
     const int64_t lane = task / (n_.groups * splits_), group = task / splits_ % n_.groups, part = task % splits_;
     const int64_t first = part * n_.tokens / splits_, last = (part + 1) * n_.tokens / splits_;
-    attend(n_, query_, pool_, see_[lane], lane, group, first, last, scale_, out_, scratch);
+    attend(n_, query_, pool_, see_[lane], lane, group, first, last, scores_, out_, scratch);
   }
 
  private:
   const Shape& n_;
   const float *query_, *pool_;
   const std::vector<Visible>& see_;
-  const float scale_;
+  const Scores scores_;
   float* out_;
   int64_t splits_ = 1;
 };
 
-void run(const Shape& n, const float* query, const float* pool, const int32_t* table, std::vector<Visible>& see, double scale, float* out,
+void run(const Shape& n, const float* query, const float* pool, const int32_t* table, std::vector<Visible>& see, Scores scores, float* out,
          int threads) {
   int64_t work = 0;
   for (int64_t lane = 0; lane < n.lanes; ++lane) {
     see[lane].list(table + lane * n.columns, n.columns * n.page_size, n.page_size);
     work += static_cast<int64_t>(see[lane].slots.size()) * n.tokens * n.heads * n.dim * 2;
   }
-  Attention attention(n, query, pool, see, static_cast<float>(scale), out);
+  Attention attention(n, query, pool, see, scores, out);
   graphspec::run(attention, static_cast<int>(std::clamp<int64_t>(work / WORK_PER_THREAD, 1, threads)));
 }
 
 // Filled by graphspec/kernels/native/__init__.py, as the struct below.
 struct TreeCall {
   float* out;
-  const float *query, *pool;
+  const float *query, *pool, *sinks;
   const int32_t* table;
   const int64_t *prefix_begin, *prefix_end, *ancestors;
   Shape shape;
-  double scale;
+  double scale, softcap;
+
+  Scores scores() const { return {static_cast<float>(scale), static_cast<float>(softcap), sinks}; }
 };
 
 struct ChunkCall {
   float* out;
-  const float *query, *pool;
+  const float *query, *pool, *sinks;
   const int32_t* table;
   const int64_t *prefix_begin, *slot;
   const uint8_t* valid;
   Shape shape;
-  double scale;
+  double scale, softcap;
+
+  Scores scores() const { return {static_cast<float>(scale), static_cast<float>(softcap), sinks}; }
 };
 
 }  // namespace
@@ -74,7 +78,7 @@ void graphspec_tree_attention(const char* fields, int threads) {
   static thread_local std::vector<Visible> see;
   see.resize(c.shape.lanes);
   for (int64_t b = 0; b < c.shape.lanes; ++b) see_tree(see[b], c.shape, b, c.prefix_begin, c.prefix_end, c.ancestors);
-  run(c.shape, c.query, c.pool, c.table, see, c.scale, c.out, threads);
+  run(c.shape, c.query, c.pool, c.table, see, c.scores(), c.out, threads);
 }
 
 void graphspec_chunk_attention(const char* fields, int threads) {
@@ -82,7 +86,7 @@ void graphspec_chunk_attention(const char* fields, int threads) {
   static thread_local std::vector<Visible> see;
   see.resize(c.shape.lanes);
   for (int64_t b = 0; b < c.shape.lanes; ++b) see_chunk(see[b], c.shape, b, c.prefix_begin, c.slot, c.valid);
-  run(c.shape, c.query, c.pool, c.table, see, c.scale, c.out, threads);
+  run(c.shape, c.query, c.pool, c.table, see, c.scores(), c.out, threads);
 }
 
 }  // extern "C"

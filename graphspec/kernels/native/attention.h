@@ -197,6 +197,12 @@ struct Shape {
   int64_t lanes, tokens, heads, groups, dim, columns, page_size, pages, layer, num_words, query_b, query_t, query_h;
 };
 
+// How scores become weights: see tree_attention() in graphspec/kernels/attention. softcap 0: none; sinks, by head, may be null.
+struct Scores {
+  float scale, softcap;
+  const float* sinks;
+};
+
 struct Scratch {
   std::vector<const float*> key, value;
   Floats key_t, score, acc;
@@ -268,6 +274,11 @@ inline void exp_block(float* score, float peak) {
   }
 }
 
+// score = cap tanh(score / cap), for a block of keys.
+inline void cap_block(float* score, float cap) {
+  for (int k = 0; k < KEYS; k += 8) store8(score + k, splat(cap) * (splat(2.0f) * sigmoid8(splat(2.0f / cap) * load8(score + k)) - splat(1.0f)));
+}
+
 // Call f with the number of queries from `q` on that are processed together, as a compile-time constant.
 template <class F>
 inline int by_quads(int q, int count, F&& f) {
@@ -281,7 +292,7 @@ inline int by_quads(int q, int count, F&& f) {
 
 // One lane, one KV head, tokens [first, last).
 inline void attend(const Shape& n, const float* query, const float* pool, const Visible& see, int64_t lane, int64_t group, int64_t first,
-                   int64_t last, float scale, float* out, Scratch& s) {
+                   int64_t last, const Scores& how, float* out, Scratch& s) {
   const int64_t repeat = n.heads / n.groups, total = see.slots.size(), blocks = see.blocks(), padded = blocks * KEYS;
   const int64_t row = n.groups * n.dim, plane = n.pages * n.page_size * row;
   const float* keys = pool + 2 * n.layer * plane + group * n.dim;
@@ -333,8 +344,11 @@ inline void attend(const Shape& n, const float* query, const float* pool, const 
           if (!seen(q, some, b)) return;
           float* score[some];
           for (int i = 0; i < some; ++i) score[i] = scores(q + i, b);
-          score_block<some>(q_row + q, s.key_t.data(), n.dim, scale, score);
+          score_block<some>(q_row + q, s.key_t.data(), n.dim, how.scale, score);
         });
+      if (how.softcap > 0.0f)
+        for (int q = 0; q < count; ++q)
+          if (mask[q][b] != 0) cap_block(scores(q, b), how.softcap);
       for (int q = 0; q < count; ++q)
         if (mask[q][b] != 0) mask_and_peak(scores(q, b), mask[q][b], peaks[q]);
     }
@@ -358,6 +372,8 @@ inline void attend(const Shape& n, const float* query, const float* pool, const 
         });
     }
     for (int q = 0; q < count; ++q) {
+      // A head's sink adds to the sum of weights, as a key without a value.
+      if (how.sinks != nullptr && peak[q] != MINUS_INF) sum[q] += exp8(splat(how.sinks[group * repeat + (start + q) % repeat] - peak[q]))[0];
       const float divisor = sum[q] == 0.0f ? 1.0f : sum[q];
       for (int64_t d = 0; d < n.dim; ++d) out_row[q][d] = acc[q][d] / divisor;
     }

@@ -21,11 +21,12 @@ struct LayerPlan {
   int64_t input_norm, qkv, qkv_code, qkv_bias, query_norm, key_norm, out, out_code, out_bias;
   int64_t mlp_norm, gate_up, gate_up_code, gate_up_bias, down, down_code, down_bias;
   int64_t out_norm, down_norm;  // of what a block adds
+  int64_t sinks;
   int64_t input_size, intermediate, window, kv_layer, tap, rope_rows;
 };
 struct StackPlan {
   int64_t layers, hidden, heads, groups, dim, rotary, gated, gelu, final_norm, last_tap;
-  double eps, scale;
+  double eps, scale, softcap;
 };
 
 // What one call is about: see `decode` in graphspec/kernels/native/stack.py.
@@ -301,7 +302,7 @@ class Stack final : public graphspec::Program {
     const int64_t lane = task / (p_.groups * splits_), group = task / splits_ % p_.groups, part = task % splits_;
     const int64_t first = part * c_.tokens / splits_, last = (part + 1) * c_.tokens / splits_;
     const Visible& see = w_.see[window_index(layer.window) * c_.lanes + lane];
-    attend(n, w_.qkv.data(), c_.pool, see, lane, group, first, last, static_cast<float>(p_.scale), w_.mixed.data(), scratch);
+    attend(n, w_.qkv.data(), c_.pool, see, lane, group, first, last, {static_cast<float>(p_.scale), static_cast<float>(p_.softcap), floats(layer.sinks)}, w_.mixed.data(), scratch);
     if (!p_.gated) return;
     const int64_t repeat = p_.heads / p_.groups;
     for (int64_t t = lane * c_.tokens + first; t < lane * c_.tokens + last; ++t)

@@ -61,6 +61,7 @@ class Layer:
         kv_layer: of the pool.
         out_norm, down_norm: weights of the norm of what attention and MLP add; None: no norm.
         rope_rows: rows of the table of angles before those of this layer.
+        sink_Q: a score of each head that has no value; None: there are none.
         tap: index of the residual stream that enters this layer among the features; None: not tapped.
     """
 
@@ -78,11 +79,14 @@ class Layer:
     out_norm: Tensor | None = None
     down_norm: Tensor | None = None
     rope_rows: int = 0
+    sink_Q: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StackShape:
-    """Shared by all layers: query heads, KV heads, head dimension, its rotated part, gates, GeGLU in place of SwiGLU, epsilon, scale."""
+    """Shared by all layers: query heads, KV heads, head dimension, its rotated part, gates, GeGLU in place of SwiGLU, epsilon, scale
+    and softcap of scores.
+    """
 
     heads: int
     groups: int
@@ -92,6 +96,7 @@ class StackShape:
     gelu: bool
     eps: float
     scale: float
+    softcap: float = 0.0
 
 
 class _Blob:
@@ -153,19 +158,19 @@ def pack_stack(shape: StackShape, layers: Sequence[Layer], final_norm: Tensor | 
     blob, rows = _Blob(), []
     for layer in layers:
         tensors = (layer.input_norm, layer.qkv.bias, layer.query_norm, layer.key_norm, layer.out.bias, layer.mlp_norm)
-        for tensor in (*tensors, layer.gate_up.bias, layer.down.bias, layer.out_norm, layer.down_norm):
+        for tensor in (*tensors, layer.gate_up.bias, layer.down.bias, layer.out_norm, layer.down_norm, layer.sink_Q):
             if tensor is not None:
                 require("weights", tensor, torch.float32)
         input_norm, qkv = blob.add(layer.input_norm), blob.product(layer.qkv)
         norms, out = (blob.add(layer.query_norm), blob.add(layer.key_norm)), blob.product(layer.out)
         mlp_norm, gate_up, down = blob.add(layer.mlp_norm), blob.product(_interleaved(layer.gate_up)), blob.product(layer.down)
-        added = blob.add(layer.out_norm), blob.add(layer.down_norm)
+        added = blob.add(layer.out_norm), blob.add(layer.down_norm), blob.add(layer.sink_Q)
         sizes = layer.qkv.shape[1], layer.down.shape[1]
         window, tap = (-1 if value is None else value for value in (layer.window, layer.tap))
         rows += [input_norm, *qkv, *norms, *out, mlp_norm, *gate_up, *down, *added, *sizes, window, layer.kv_layer, tap, layer.rope_rows]
-    *integers, eps, scale = astuple(shape)
+    *integers, eps, scale, softcap = astuple(shape)
     head = [len(layers), layers[0].down.shape[0], *integers, blob.add(final_norm), -1 if last_tap is None else last_tap]
-    return torch.cat(blob.parts), torch.tensor([*head, bits(eps), bits(scale), *rows], dtype=torch.int64)
+    return torch.cat(blob.parts), torch.tensor([*head, bits(eps), bits(scale), bits(softcap), *rows], dtype=torch.int64)
 
 
 def _decode(

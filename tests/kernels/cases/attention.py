@@ -66,6 +66,15 @@ def poison_unseen(kv_pool: Tensor, table_BP: Tensor, visible_BTL: Tensor) -> Non
     kv_pool[:, :, ~seen] = torch.nan
 
 
+def with_sinks(generator: Generator, plain: list[Case]) -> list[Case]:
+    """The same calls with a sink for each head, with capped scores, and with both."""
+    made = []
+    for number, case in enumerate(plain):
+        more: Case = {"sink_Q": 2 * torch.randn(case["query_BTQD"].shape[2], generator=generator)} if number != 1 else {}
+        made.append({**case, "kv_pool": case["kv_pool"].clone(), **more, "softcap": 0.7 if number % 2 else 0.0})
+    return made
+
+
 def chunk_attention(generator: Generator) -> list[Case]:
     def case(lanes: int, tokens: int, page_size: int, columns: int, queries: int, groups: int, dim: int, begin: int) -> Case:
         pool, table = random_pool(generator, lanes=lanes, columns=columns, page_size=page_size, heads=groups, dim=dim, layers=2)
@@ -91,7 +100,8 @@ def chunk_attention(generator: Generator) -> list[Case]:
             "scale": dim**-0.5,
         }
 
-    return [case(1, 1, 1, 3, 1, 1, 8, 0), case(3, 7, 4, 5, 6, 2, 5, 1), case(2, 33, 16, 5, 4, 4, 16, 3)]
+    plain = [case(1, 1, 1, 3, 1, 1, 8, 0), case(3, 7, 4, 5, 6, 2, 5, 1), case(2, 33, 16, 5, 4, 4, 16, 3)]
+    return [*plain, *with_sinks(generator, plain)]
 
 
 def kv_move(generator: Generator) -> list[Case]:
@@ -278,10 +288,11 @@ def tree_attention(generator: Generator) -> list[Case]:
             "scale": dim**-0.5,
         }
 
-    return [
+    plain = [
         case(1, 1, 1, 5, 1, 1, 8, 1, 1),
         case(3, 5, 16, 4, 6, 2, 16, 2, 1),
         case(2, 7, 1, 41, 6, 2, 5, 3, 1),
         case(2, 40, 16, 9, 3, 3, 24, 2, 2),
         case(1, 9, 4, 30, 8, 2, 64, 1, 2),
     ]
+    return [*plain, *with_sinks(generator, plain)]

@@ -9,26 +9,25 @@ Source: FlashAttention-2 (Dao, 2023), section 3.1.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ...fused._partials import capped, sink_weight
 from ...fused.launch import launch, register
 from ..chunk_attention import OP as CONTRACT
-from .tree_attention import check_dtypes
+from .tree_attention import check_dtypes, score_factors
 
 
 @triton.jit
 def _chunk_attention(
-    out, query, keys, table, begin, slot, valid, scale, tokens, length,
+    out, query, keys, table, begin, slot, valid, sinks, scale, cap, tokens, length,
     query_lane, query_token, query_head, side_stride, page_stride, slot_stride, head_stride,
     table_stride, begin_lane, begin_token, slot_lane, slot_token, valid_lane, valid_token,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of a (lane, key/value head)."""
     if PDL:
@@ -89,7 +88,11 @@ def _chunk_attention(
             place = tl.maximum(page, 0).to(tl.int64) * page_stride + (position % PAGE_SIZE) * slot_stride
             loaded = seen[:, None] & inside[None, :]
             k = tl.load(base + place[:, None], mask=loaded, other=0.0)
-            score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            score = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if CAP:
+                score = capped(score, scale, cap)
+            else:
+                score = score * scale
             if part != 1:
                 score = tl.where(visible, score, float("-inf"))
             joint = tl.maximum(peak, tl.max(score, 1))
@@ -100,6 +103,8 @@ def _chunk_attention(
             total = tl.fma(total, keep, tl.sum(weight, 1))
             v = tl.load(base + side_stride + place[:, None], mask=loaded, other=0.0)
             acc = tl.dot(weight.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
+    if SINKS:
+        total += sink_weight(sinks + head * REPEAT, row, peak, REPEAT)
     value = tl.where(live[:, None], acc / tl.where(total == 0.0, 1.0, total)[:, None], 0.0)
     result = out + (lane * tokens * (GROUPS * REPEAT) + head * REPEAT) * DIM
     out_tile = result + (token * (GROUPS * REPEAT) + row % REPEAT)[:, None] * DIM + channel[None, :]
@@ -122,6 +127,8 @@ def chunk_attention(
     slot_BT: Tensor,
     valid_BT: Tensor,
     scale: float,
+    sink_Q: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     check_dtypes("fused chunk_attention", query_BTQD, kv_pool)
     lanes, tokens, heads, dim = query_BTQD.shape
@@ -134,12 +141,13 @@ def chunk_attention(
     repeat = heads // groups
     launch(
         _chunk_attention, (triton.cdiv(tokens * repeat, rows), groups, lanes),
-        out, query, pool, table_BP, prefix_begin_BT, slot_BT, valid_BT,
-        scale * math.log2(math.e), tokens, table_BP.shape[1] * page_size,
+        out, query, pool, table_BP, prefix_begin_BT, slot_BT, valid_BT, query if sink_Q is None else sink_Q,
+        *score_factors(scale, softcap), tokens, table_BP.shape[1] * page_size,
         *query.stride()[:3], *pool.stride()[:4], table_BP.stride(0),
         *prefix_begin_BT.stride(), *slot_BT.stride(), *valid_BT.stride(),
         num_warps=warps, num_stages=stages,
         GROUPS=groups, REPEAT=repeat, PAGE_SIZE=page_size, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)), ROWS=rows, BLOCK=block,
+        SINKS=sink_Q is not None, CAP=softcap > 0,
     )  # fmt: skip
     return out
 

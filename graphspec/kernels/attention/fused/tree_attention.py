@@ -86,14 +86,14 @@ def _write(
 
 @triton.jit
 def _tree_attention(
-    out, query, keys, table, begin, end, ancestors, part_acc, part_stat, counters,
-    scale, all_rows, length, programs, slots, part_rows, helpers,
+    out, query, keys, table, begin, end, ancestors, part_acc, part_stat, counters, sinks,
+    scale, cap, all_rows, length, programs, slots, part_rows, helpers,
     query_lane, query_token, query_head, side_stride, page_stride, slot_stride, head_stride,
     table_stride, begin_lane, begin_token, words_lane, words_token,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr, STRETCH: tl.constexpr,
     EXACT: tl.constexpr, PART: tl.constexpr, UNITS_PER_PROGRAM: tl.constexpr, POLLS: tl.constexpr,
-    FOLD_ROWS: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_UNROLL: tl.constexpr, PDL: tl.constexpr,
+    FOLD_ROWS: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_UNROLL: tl.constexpr, SINKS: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of rows, ``program``, (lane, key/value head)): every unit whose number is ``program`` modulo ``programs``."""
     if PDL:
@@ -196,9 +196,12 @@ def _tree_attention(
                 k_at = keys + head * head_stride + some[None, :] + place[:, None]
                 k = tl.load(k_at, mask=seen[:, None] & (some < DIM)[None, :], other=0.0)
                 score = tl.dot(q, tl.trans(k), score, input_precision="ieee")
-            score = score * scale
         else:
-            score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if CAP:
+            score = partials.capped(score, scale, cap)
+        else:
+            score = score * scale
         if (here < high) | (here + BLOCK > prefix):
             # Reloaded, from L1. `zero` hides from the compiler that these are the tile's own rows; else it would keep their
             # addresses in registers through the loop.
@@ -239,6 +242,9 @@ def _tree_attention(
             late_rows = part_rows + zero
             rows = tl.minimum(all_rows - late_tile * ROWS, ROWS)
             if last - first == 1:
+                if SINKS:
+                    heads = sinks + (late_pair % GROUPS) * REPEAT
+                    total += partials.sink_weight(heads, late_tile * ROWS + late, peak, REPEAT)
                 value = acc / tl.where(total == 0.0, 1.0, total)[:, None]
                 _write(out, value, late_pair, late_tile * ROWS + late, late < rows, all_rows, GROUPS, REPEAT, DIM, DIM_PAD)
             else:
@@ -281,7 +287,7 @@ def _tree_attention(
         part = group * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
         value = partials.merged(
             part_acc, part_stat, scratch, part, tl.arange(0, DIM_PAD), rows, late_rows, first_unit, units, unit,
-            RUN, STRETCH, MERGE_ROWS, DIM, DIM_PAD, MERGE_UNROLL,
+            sinks + pair % GROUPS * REPEAT, tile * ROWS, RUN, STRETCH, MERGE_ROWS, DIM, DIM_PAD, MERGE_UNROLL, REPEAT, SINKS,
         )  # fmt: skip
         _write(out, value, pair, tile * ROWS + part, part < rows, all_rows, GROUPS, REPEAT, DIM, DIM_PAD)
         group = next_group
@@ -313,6 +319,11 @@ def tile_shape(dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
     return 64, 128 if dim == triton.next_power_of_2(dim) else 64, 4
 
 
+def score_factors(scale: float, softcap: float) -> tuple[float, float]:
+    """``scale`` and ``cap`` of a kernel whose scores are base 2."""
+    return (scale / softcap, softcap * math.log2(math.e)) if softcap > 0 else (scale * math.log2(math.e), 0.0)
+
+
 def helpers(programs: int, places: int) -> int:
     """Number of programs that share a merge: 1 unless all ``programs`` of the launch run at once."""
     return HELPERS if programs <= places and not INTERPRETED else 1
@@ -327,6 +338,8 @@ def tree_attention(
     prefix_end_B: Tensor,
     ancestors_BTX: Tensor,
     scale: float,
+    sink_Q: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     check_dtypes("fused tree_attention", query_BTQD, kv_pool)
     lanes, tokens, heads, dim = query_BTQD.shape
@@ -352,15 +365,15 @@ def tree_attention(
     launch(
         _tree_attention, (tiles, programs, pairs),
         out, query, pool, table_BP, prefix_begin_BT, prefix_end_B, ancestors, part_acc, part_stat,
-        semaphores(query.device, 2 * pairs * tiles),
-        scale * math.log2(math.e), tokens * repeat, length, programs, slots, part_rows, helpers(tiles * programs * pairs, places),
+        semaphores(query.device, 2 * pairs * tiles), query if sink_Q is None else sink_Q,
+        *score_factors(scale, softcap), tokens * repeat, length, programs, slots, part_rows, helpers(tiles * programs * pairs, places),
         *query.stride()[:3], *pool.stride()[:4], table_BP.stride(0), *prefix_begin_BT.stride(), *ancestors.stride()[:2],
         num_warps=warps, num_stages=1,
         GROUPS=groups, REPEAT=repeat, PAGE_SIZE=page_size, DIM=dim, DIM_PAD=pad,
         WORDS=ancestors.shape[2], WORDS_PAD=triton.next_power_of_2(ancestors.shape[2]), ROWS=rows, BLOCK=block,
         RUN=RUN // block, STRETCH=STRETCH // block, EXACT=exact, PART=min(64, pad),
         UNITS_PER_PROGRAM=UNITS_PER_PROGRAM, POLLS=POLLS, FOLD_ROWS=FOLD_ROWS,
-        MERGE_ROWS=rows if exact else MERGE_ROWS, MERGE_UNROLL=1 if exact else MERGE_UNROLL,
+        MERGE_ROWS=rows if exact else MERGE_ROWS, MERGE_UNROLL=1 if exact else MERGE_UNROLL, SINKS=sink_Q is not None, CAP=softcap > 0,
     )  # fmt: skip
     return out
 
