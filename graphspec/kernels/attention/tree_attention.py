@@ -25,7 +25,9 @@ def masked_attention(
     sink_Q: Tensor | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Softmax attention over logical slots under a mask; a query that sees nothing returns 0. ``sink_Q``, ``softcap``: of :func:`tree_attention`.
+    """Softmax attention over logical slots under a mask; a query that sees nothing returns 0.
+
+    Sinks and cap are those of :func:`tree_attention`.
 
     Scores, softmax and the weighted sum run in float32 (float64 for float64 queries).
     """

@@ -89,10 +89,7 @@ def _chunk_attention(
             loaded = seen[:, None] & inside[None, :]
             k = tl.load(base + place[:, None], mask=loaded, other=0.0)
             score = tl.dot(q, tl.trans(k), input_precision="ieee")
-            if CAP:
-                score = capped(score, scale, cap)
-            else:
-                score = score * scale
+            score = capped(score, scale, cap) if CAP else score * scale
             if part != 1:
                 score = tl.where(visible, score, float("-inf"))
             joint = tl.maximum(peak, tl.max(score, 1))

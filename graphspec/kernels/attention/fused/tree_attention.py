@@ -93,7 +93,8 @@ def _tree_attention(
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr, STRETCH: tl.constexpr,
     EXACT: tl.constexpr, PART: tl.constexpr, UNITS_PER_PROGRAM: tl.constexpr, POLLS: tl.constexpr,
-    FOLD_ROWS: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_UNROLL: tl.constexpr, SINKS: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
+    FOLD_ROWS: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_UNROLL: tl.constexpr, SINKS: tl.constexpr, CAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of rows, ``program``, (lane, key/value head)): every unit whose number is ``program`` modulo ``programs``."""
     if PDL:
@@ -198,10 +199,7 @@ def _tree_attention(
                 score = tl.dot(q, tl.trans(k), score, input_precision="ieee")
         else:
             score = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if CAP:
-            score = partials.capped(score, scale, cap)
-        else:
-            score = score * scale
+        score = partials.capped(score, scale, cap) if CAP else score * scale
         if (here < high) | (here + BLOCK > prefix):
             # Reloaded, from L1. `zero` hides from the compiler that these are the tile's own rows; else it would keep their
             # addresses in registers through the loop.
