@@ -18,7 +18,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused.launch import launch, register
-from ..chunk_attention import OP as CONTRACT
 from .tree_attention import check_dtypes
 
 
@@ -144,4 +143,4 @@ def chunk_attention(
     return out
 
 
-OP = register(CONTRACT, chunk_attention)
+OP = register(chunk_attention)
