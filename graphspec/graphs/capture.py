@@ -13,6 +13,7 @@ import torch
 
 from ..errors import CaptureError, GraphspecError, spell_bytes
 from ..plan.buffers import Arena, Views
+from .graph_launch import graph_launch
 
 logger = logging.getLogger(__name__)
 WARM_UP_CALLS = 3
@@ -66,12 +67,17 @@ class CaptureRecord:
 class Captured:
     """One captured program. Replaying it is one launch; the program's tensors stay alive with it."""
 
-    def __init__(self, program: Callable[[], None], graph: torch.cuda.CUDAGraph, pool_bytes: int) -> None:
-        self._program, self._graph = program, graph
+    def __init__(self, program: Callable[[], None], graph: torch.cuda.CUDAGraph, pool_bytes: int, device: torch.device) -> None:
+        self._program, self._graph, self._device = program, graph, device
         self.pool_bytes: int | None = pool_bytes
+        self._launch, self._executable = graph_launch(), graph.raw_cuda_graph_exec()
 
     def __call__(self) -> None:
-        self._graph.replay()
+        if self._launch is None:
+            self._graph.replay()
+            return
+        with torch.cuda.device(self._device):
+            self._launch(self._executable, torch.cuda.current_stream(self._device).cuda_stream)
 
 
 class Capturer:
@@ -92,9 +98,11 @@ class Capturer:
     def capture(self, program: Callable[[], None]) -> Captured:
         """Warm ``program`` up on a side stream, capture one call of it, and replay that once. All of these calls really run.
 
-        The replay uploads the graph, so that the first launch does not have to, and fails here if the graph can't be replayed.
+        The replay uploads the graph, so that the first launch does not have to, and fails here if the graph can't be replayed. It is
+        torch's own, which advances torch's generator if the program draws from it; later launches would repeat those numbers.
 
         Raises:
+            CaptureError: the program draws from torch's generator.
             torch.OutOfMemoryError: it does not fit; programs captured before stay usable.
             Exception: raised by the program; another capture may follow.
         """
@@ -113,10 +121,29 @@ class Capturer:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream), _garbage_collection_paused(), _private_cublas_workspaces():
             self._record(program, graph)
+        try:
+            self._first_replay(graph)
+        except BaseException:
+            if not self._captured:
+                # A pool whose only graph is gone can't be used again.
+                self._pool = torch.cuda.graph_pool_handle()
+            raise
         self._captured += 1
+        return Captured(program, graph, torch.cuda.memory_reserved(self._device) - before, self._device)
+
+    def _first_replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Replay once, by torch, and wait.
+
+        Raises:
+            CaptureError: torch's generator has advanced.
+        """
+        generator = torch.cuda.default_generators[torch.cuda.current_device() if self._device.index is None else self._device.index]
+        drawn = generator.get_offset()
         graph.replay()
         torch.cuda.synchronize(self._device)
-        return Captured(program, graph, torch.cuda.memory_reserved(self._device) - before)
+        if generator.get_offset() != drawn:
+            found = "a program that draws from torch's generator"
+            raise CaptureError("random numbers", "noise keyed by seed and position (graphspec.kernels.sampling.noise)", found)
 
     def _record(self, program: Callable[[], None], graph: torch.cuda.CUDAGraph) -> None:
         """Capture one call of ``program``. On failure, leave stream, allocator and pool ready for another capture.

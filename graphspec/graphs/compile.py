@@ -60,6 +60,11 @@ class Region:
         self._compilations.graphs += 1
         self._code, self._tensors = code, tensors
 
+    @property
+    def compiled(self) -> bool:
+        """Its code is there."""
+        return self._code is not None
+
     def __call__(self) -> None:
         """Run; the first time, compile.
 

@@ -19,13 +19,13 @@ from ..errors import CaptureError, ResourceError
 from ..kernels.registry import KernelSet
 from ..plan.buffers import RING_FIELDS, Arena, Views
 from ..plan.plan import Plan
-from ..shapes import GraphKey, SamplingClass
+from ..shapes import GREEDY, GraphKey, SamplingClass
 from .capture import Capturer, CaptureRecord, ProgramCapturer, capturing, check_unmoved, no_synchronisation, ran_out_of_memory, signature
 from .compilations import Compilations
 from .host_step import LaunchPreparation
 from .memory import MemoryPlan
 from .message_buffer import MessageBuffer
-from .programs import Key, PrefillKey, Program, describe, prefill_keys, program_stages, tokens_of
+from .programs import Key, PrefillKey, Program, SharedRegions, describe, prefill_keys, program_stages, tokens_of
 from .stages.logprobs import PROMPT_RING, RING, ring_buffers
 from .stages.mailbox import MailLayout, Message, SharedPages
 from .stages.stage import DraftModel, Stage, TargetModel, check_dataflow
@@ -89,6 +89,8 @@ class Cycle:
         self.layout = MailLayout.of(plan)
         self.arena = Arena(plan, self.layout.size)
         self.programs: dict[Key, Program] = {}
+        self._regions: dict[Key, SharedRegions] = {}
+        """By program without its sampling class."""
         self.dropped: set[Key] = set()
         """Programs left out because memory ran out; smaller buckets serve their lanes, smaller chunks their tokens."""
         make = capturer or (Capturer if plan.runtime.captured else None)
@@ -250,7 +252,10 @@ class Cycle:
         compiled = self.plan.compiles and not (prefills and self._capturer is None)
         threads, counted = self._loop_threads, self.compilations
         stages, views, scope = self.stages(key), self.views(key), self.kernels.scope
-        program = Program(stages, views, compiled=compiled, threads=threads, prefills=prefills, compilations=counted, scope=scope)
+        regions = self._regions.setdefault(replace(key, sampling=GREEDY), {})
+        program = Program(
+            stages, views, compiled=compiled, threads=threads, prefills=prefills, compilations=counted, scope=scope, regions=regions
+        )
         program.direct()
         self._wait()
         self.programs[key] = program

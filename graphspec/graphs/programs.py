@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from ..config.catalog import load_object
 from ..errors import ResourceError
@@ -25,10 +26,13 @@ from .stages.counts import PromptCounts
 from .stages.grammar import ForcedRuns, GrammarMasks, TreeToHost
 from .stages.logprobs import Logprobs
 from .stages.mailbox import Mailbox
-from .stages.prefill import Prefill
+from .stages.prefill import FirstToken, Prefill
 from .stages.stage import Build, DraftModel, HostStage, Stage, TargetModel
 from .stages.tree import ChainLayout, TreeBuild
 from .stages.verify import Verify
+
+if TYPE_CHECKING:
+    from .compile import Region
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -113,8 +117,22 @@ def program_stages(plan: Plan, kernels: KernelSet, target: TargetModel, draft: D
         build = Build(plan, kernels, target, draft, plan.shape, key.sampling)
         counts = [PromptCounts(build, key.lanes, key.chunk)] if key.sampling.penalties else []
         masks = [GrammarMasks(build, None)] if key.sampling.grammar else []
-        return [*masks, Mailbox(build, key.lanes), *counts, Prefill(build, key.lanes, key.chunk)]
+        size = key.lanes, key.chunk
+        return [*masks, Mailbox(build, key.lanes), *counts, Prefill(build, *size), FirstToken(build, *size)]
     return cycle_stages(Build(plan, kernels, target, draft, key.shape, key.sampling), catch_up=key.catch_up)
+
+
+SharedRegions = dict[tuple[str, tuple[str, ...], tuple[str, ...]], "Region"]
+"""Compiled stages that every sampling class has alike, over the same views, by name, reads and writes."""
+
+
+def compiled_parts(stages: Sequence[Stage]) -> list[list[Stage]]:
+    """Stages that are compiled together: what classes have in common is a part by itself, see :attr:`Stage.shared`."""
+    parts: list[list[Stage]] = []
+    for shared, group in groupby(stages, lambda stage: stage.shared):
+        together = list(group)
+        parts += [[stage] for stage in together] if shared else [together]
+    return parts
 
 
 def _in_order(parts: Sequence[Callable[[], None]]) -> None:
@@ -164,6 +182,7 @@ class Program:
         prefills: the program reads the prompts of a message too.
         compilations: counts the graphs compiled for it.
         scope: that of its kernels.
+        regions: compiled for other sampling classes of the same size; what this program compiles is added.
     """
 
     def __init__(
@@ -176,9 +195,11 @@ class Program:
         prefills: bool = False,
         compilations: Compilations | None = None,
         scope: Scope | None = None,
+        regions: SharedRegions | None = None,
     ) -> None:
         self.stages, self.views, self.threads, self.prefills = stages, views, threads, prefills
         self._compilations, self._scope = compilations, scope
+        self._regions = {} if regions is None else regions
         self.steps: list[Callable[[], None]] = []
         self.direct: Callable[[], None] = self._record
         self.on_host = [stage for stage in stages if isinstance(stage, HostStage)]
@@ -207,12 +228,25 @@ class Program:
         """These stages as one callable, compiled unless they run on the host: ``now``, or at its first call."""
         if on_host:
             return partial(_in_order, [partial(stage, self.views) for stage in stages])
+        regions = [self._region(part) for part in compiled_parts(stages)]
+        for region in regions if now else ():
+            if not region.compiled:
+                region.compile()
+        return self._scoped(regions[0] if len(regions) == 1 else partial(_in_order, regions))
+
+    def _region(self, stages: Sequence[Stage]) -> Region:
+        """One part, compiled before if another class has it."""
         from .compile import compile_stages
 
-        region = compile_stages(stages, self.views, self.threads, self._compilations)
-        if now:
-            region.compile()
-        return self._scoped(region)
+        first = stages[0]
+        place = (first.name, first.reads, first.writes)
+        found = self._regions.get(place)
+        if found is None or not found.compiled or not first.shared:
+            found = compile_stages(stages, self.views, self.threads, self._compilations)
+            # A call that the host prepares is bound to the buffers of its own program.
+            if first.shared and not first.prepared_calls:
+                self._regions[place] = found
+        return found
 
     def _set_segments(self, segments: list[Segment]) -> None:
         self._segments = segments

@@ -92,10 +92,10 @@ def _op(name: str, sizes: Mapping[str, int], **given: Any) -> Call:
 
 @functools.lru_cache(maxsize=4096)
 def _op_scratch(name: str, sizes: tuple[tuple[str, int], ...], given: tuple[tuple[str, Any], ...]) -> int:
-    from ..kernels import OPS
+    from ..kernels import op_of
     from ..kernels.fused.launch import launcher
 
-    op = next(op for op in OPS if op.name == name)
+    op = op_of(name)
     return scratch_of(launcher(op), **op.signature.gather(op.without_data(dict(sizes), **dict(given))))
 
 

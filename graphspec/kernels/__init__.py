@@ -6,7 +6,6 @@ Importing this package compiles and builds nothing; implementations are resolved
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -14,91 +13,8 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from .attention import (
-    chunk_attention,
-    kv_move,
-    latent_attention,
-    latent_chunk_attention,
-    latent_kv_write,
-    page_feature_write,
-    rope_kv_write,
-    tree_attention,
-)
-from .linear import linear, moe_mlp, moe_route, packed_linear
 from .op import KernelOp
-from .recurrent import (
-    conv_shift,
-    delta_chunk,
-    delta_scan,
-    delta_solve,
-    delta_walk,
-    ssm_chunk,
-    ssm_dual,
-    ssm_scan,
-    ssm_walk,
-    state_commit,
-    tree_conv,
-)
-from .registry import KernelSet
-from .sampling import filter_logits, noise, sample_tokens
-from .tree import (
-    chain_layout,
-    commit_rows,
-    draft_level,
-    draft_topk,
-    draft_window,
-    mail_apply,
-    marginal_pool,
-    ngram_match,
-    shard_topk,
-    take_last,
-    tree_build,
-    tree_walk,
-    verify_rows,
-)
-
-OPS: tuple[KernelOp, ...] = (
-    rope_kv_write.OP,
-    tree_attention.OP,
-    chunk_attention.OP,
-    draft_topk.OP,
-    tree_build.OP,
-    chain_layout.OP,
-    tree_walk.OP,
-    kv_move.OP,
-    page_feature_write.OP,
-    commit_rows.OP,
-    noise.OP,
-    linear.OP,
-    packed_linear.OP,
-    ngram_match.OP,
-    mail_apply.OP,
-    draft_window.OP,
-    draft_level.OP,
-    take_last.OP,
-    filter_logits.OP,
-    sample_tokens.OP,
-    shard_topk.OP,
-    latent_attention.OP,
-    latent_chunk_attention.OP,
-    latent_kv_write.OP,
-    moe_route.OP,
-    moe_mlp.OP,
-    verify_rows.OP,
-    marginal_pool.OP,
-    tree_conv.OP,
-    conv_shift.OP,
-    delta_walk.OP,
-    delta_solve.OP,
-    delta_scan.OP,
-    delta_chunk.OP,
-    ssm_walk.OP,
-    ssm_dual.OP,
-    ssm_scan.OP,
-    ssm_chunk.OP,
-    state_commit.OP,
-)
-"""Every op, in the order of :class:`~graphspec.kernels.registry.KernelSet`."""
+from .registry import OPS, KernelSet, op_of
 
 ATTENTION_OPS = ("tree_attention", "chunk_attention", "latent_attention", "latent_chunk_attention")
 """Ops that ``kernels.attention`` chooses; the others follow ``kernels.mode``."""
@@ -231,8 +147,7 @@ def select_kernels(
             name = "native" if whole else mode
         return op.implementation(name if name in op.names else "reference")
 
-    callables = {op.name: implementation(op) for op in OPS}
-    ops = {f.name: callables[f.name] for f in fields(KernelSet) if f.name in callables}
+    ops: dict[str, Any] = {op.name: implementation(op) for op in OPS}
     if "fused" in (mode, *chosen.values()):
         from .fused.launch import LaunchState, launching
 
@@ -250,4 +165,4 @@ def select_kernels(
     return KernelSet(**ops)
 
 
-__all__ = ["OPS", "KernelOp", "KernelSet", "resolve", "select_kernels"]
+__all__ = ["OPS", "KernelOp", "KernelSet", "op_of", "resolve", "select_kernels"]

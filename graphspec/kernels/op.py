@@ -24,6 +24,7 @@ Case = dict[str, Any]
 """Arguments of one call by name; those of groups by the names of their fields."""
 
 _T = TypeVar("_T")
+_F = TypeVar("_F", bound=Callable[..., Any])
 _WRITTEN = "written"
 Written = Annotated[_T, _WRITTEN]
 """A parameter, tensor or group, that the op writes in place; every other argument is read only."""
@@ -269,3 +270,16 @@ class KernelOp:
                 raise KeyError(one.name)
             made[one.name] = torch.empty(value[1:], dtype=value[0], device="meta") if isinstance(value, tuple) else value
         return made
+
+
+def kernel_op(*, name: str = "", native: str | None = None, fused: str = "", exact: bool = True) -> Callable[[_F], _F]:
+    """Declare that a function is the reference of an op; :class:`KernelOp` says what the arguments mean.
+
+    An op needs no other entry: :data:`graphspec.kernels.OPS` has every function so declared in the modules of its rooms.
+    """
+
+    def declare(reference: _F) -> _F:
+        vars(reference)["kernel_op"] = KernelOp(reference, name, native, fused, exact)
+        return reference
+
+    return declare

@@ -4,63 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, make_dataclass
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from .host_step import BoundCall, HostStep, PreparedCall
-from .linear.linear import Hidden
+from .op import KernelOp
 
 Scope = Callable[[], AbstractContextManager[None]]
+ROOMS = ("attention", "linear", "recurrent", "sampling", "tree")
+
+
+def _declared() -> tuple[KernelOp, ...]:
+    """The ops that :func:`.op.kernel_op` declares in the modules of the rooms."""
+    package = __name__.rpartition(".")[0]
+    rooms = [import_module(f"{package}.{room}") for room in ROOMS]
+    modules = [import_module(f"{room.__name__}.{found.name}") for room in rooms for found in iter_modules(room.__path__) if not found.ispkg]
+    functions = (value for module in modules for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__)
+    return tuple(op for function in functions if isinstance(op := getattr(function, "kernel_op", None), KernelOp))
+
+
+OPS = _declared()
+"""Every op."""
+_BY_NAME = {op.name: op for op in OPS}
+
+
+def op_of(name: str) -> KernelOp:
+    """The op of a name.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return _BY_NAME[name]
+
+
+if TYPE_CHECKING:
+
+    class _Callables:
+        def __init__(self, **callables: Callable[..., Any]) -> None: ...
+        def __getattr__(self, name: str) -> Callable[..., Any]: ...
+else:
+    _Callables = make_dataclass("_Callables", [(op.name, Callable[..., Any]) for op in OPS], frozen=True, slots=True)
 
 
 @dataclass(frozen=True, slots=True)
-class KernelSet:
-    """One callable per op of the catalog (:data:`graphspec.kernels.OPS`), with the signature of its reference.
+class KernelSet(_Callables):
+    """One callable per op of :data:`OPS`, with the signature of its reference.
 
     A backend that serves some calls of an op by other kernels is a subclass; the methods here return that there are none.
     """
 
-    rope_kv_write: Callable[..., Tensor]
-    tree_attention: Callable[..., Tensor]
-    chunk_attention: Callable[..., Tensor]
-    draft_topk: Callable[..., tuple[Tensor, Tensor]]
-    tree_build: Callable[..., None]
-    chain_layout: Callable[..., None]
-    tree_walk: Callable[..., None]
-    kv_move: Callable[..., None]
-    page_feature_write: Callable[..., None]
-    commit_rows: Callable[..., None]
-    gumbel_noise: Callable[..., Tensor]
-    linear: Callable[..., Hidden]
-    packed_linear: Callable[..., Hidden]
-    ngram_match: Callable[..., None]
-    mail_apply: Callable[..., None]
-    draft_window: Callable[..., tuple[Tensor, ...]]
-    draft_level: Callable[..., None]
-    take_last: Callable[..., None]
-    filter_logits: Callable[..., Tensor]
-    sample_tokens: Callable[..., tuple[Tensor, Tensor]]
-    shard_topk: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
-    latent_attention: Callable[..., Tensor]
-    latent_chunk_attention: Callable[..., Tensor]
-    latent_kv_write: Callable[..., Tensor]
-    moe_route: Callable[..., tuple[Tensor, Tensor]]
-    moe_mlp: Callable[..., Tensor]
-    verify_rows: Callable[..., tuple[Tensor, ...]]
-    marginal_pool: Callable[..., None]
-    tree_conv: Callable[..., Tensor]
-    conv_shift: Callable[..., None]
-    delta_walk: Callable[..., Tensor]
-    delta_solve: Callable[..., Tensor]
-    delta_scan: Callable[..., Tensor]
-    delta_chunk: Callable[..., Tensor]
-    ssm_walk: Callable[..., Tensor]
-    ssm_dual: Callable[..., Tensor]
-    ssm_scan: Callable[..., Tensor]
-    ssm_chunk: Callable[..., Tensor]
-    state_commit: Callable[..., None]
     scope: Scope | None = field(default=None, kw_only=True)
     """A context that every program of the engine runs and is captured in: its launches share what no other engine's may touch. None: they
     share nothing."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from graphspec.kernels import op_of
 from perf.gpu.processes import run_command
 
 SECONDS = 150.0
@@ -118,10 +119,9 @@ def kernel(name: str) -> str:
     """The fused op against its reference, on its first case."""
     import torch
 
-    from graphspec.kernels import OPS
     from tests.kernels.cases import cases_of
 
-    op = next(op for op in OPS if op.name == name)
+    op = op_of(name)
     case = cases_of(op, torch.Generator().manual_seed(0))[0]
 
     def run(function: Callable[..., Any]) -> list[torch.Tensor]:

@@ -31,6 +31,14 @@ for found in pkgutil.iter_modules(perf.gpu.__path__):
 for name in ("perf.gpu_check", "perf.speed", "graphspec.api.llm", "graphspec.lab.measure.programmatic", "tests.gpu.smallest"):
     importlib.import_module(name)
 """
+LAUNCH = """
+from graphspec.graphs.graph_launch import graph_launch
+try:
+    graph_launch()(0, 0)
+except RuntimeError as error:
+    print(error)
+"""
+"""Launches nothing, through the function that replays graphs; without a device CUDA says so."""
 Step = tuple[str, list[str], tuple[int, ...], str]
 """Name, arguments of Python, exit codes that are expected, and a text that its output has."""
 
@@ -43,6 +51,7 @@ def steps(processes: int) -> list[Step]:
     return [
         ("imports", ["-c", IMPORTS], (0,), ""),
         ("collection", ["-m", "pytest", "tests/gpu", "-m", "gpu", "--collect-only", *quiet], (0,), "test_captured_equals_direct_bitwise"),
+        ("launch", ["-c", LAUNCH], (0,), "CUDA error: "),
         ("probe", ["-m", "perf.gpu.probes", "--probe", "engine-reference"], (1,), "CUDA device"),
         ("first call", ["-m", "perf.gpu_check", "--call", "first"], (0,), nothing),
         ("warm", ["-m", "perf.gpu.warm"], (0,), nothing),

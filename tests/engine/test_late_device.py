@@ -14,9 +14,12 @@ import torch
 
 from graphspec.engine.request import Request, SamplingParams
 from graphspec.engine.scheduler import Scheduler
+from graphspec.errors import CaptureError
+from graphspec.graphs import capture
 from graphspec.graphs import cycle as cycle_module
 from graphspec.graphs.capture import Capturer, ran_out_of_memory
 from graphspec.graphs.cycle import Cycle
+from graphspec.graphs.graph_launch import graph_launch
 from graphspec.graphs.message_buffer import MessageBuffer
 from graphspec.kernels import select_kernels
 from graphspec.plan.buffers import Arena
@@ -109,8 +112,35 @@ def test_a_capture_is_replayed_once_where_launches_will_be(fake_driver: FakeDriv
     calls: list[bool] = []
     captured = capturer().capture(lambda: calls.append(fake_driver.capturing is not None))
     assert calls == [False, False, False, True] and fake_driver.replays == ["default"]
+    filled = fake_driver.fills
     captured()
     assert fake_driver.replays == ["default"] * 2 and not fake_driver.directed
+    assert fake_driver.fills == filled, "a launch is the graph alone, without torch's generator"
+
+
+def test_where_torch_hides_the_launch_it_replays(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "graph_launch", lambda: None)
+    captured = capturer().capture(lambda: None)
+    filled = fake_driver.fills
+    captured()
+    assert fake_driver.replays == ["default"] * 2 and fake_driver.fills > filled
+
+
+def test_the_launch_is_that_of_torchs_own_runtime() -> None:
+    launch = graph_launch()
+    assert (launch is None) == (torch.version.cuda is None)
+    if launch is not None:
+        with pytest.raises(RuntimeError, match="CUDA error: "):
+            launch(0, 0)
+
+
+def test_a_program_that_draws_from_torchs_generator_is_refused(fake_driver: FakeDriver) -> None:
+    """Its launches would repeat the numbers of the capture."""
+    make = capturer()
+    with pytest.raises(CaptureError, match=r"random numbers: expected noise keyed by seed and position.*found a program that draws"):
+        make.capture(fake_driver.draw)
+    make.capture(lambda: None)()
+    assert sum(fake_driver.shares.values()) == 1, "the refused graph has left the pool"
 
 
 @pytest.mark.parametrize("captured_before", [0, 1])

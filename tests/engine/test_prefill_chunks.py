@@ -164,7 +164,7 @@ def test_a_chunk_without_memory_is_left_out(caplog: pytest.LogCaptureFixture) ->
 
     def refuse(program: Any) -> bool:
         stage = program.stages[-1]
-        return stage.name == "prefill" and stage.chunk > 8
+        return stage.name == "first_token" and stage.chunk > 8
 
     cycle = make_cycle(plan, lambda arena: TapeCapturer(arena, refuse))
     with caplog.at_level(logging.WARNING):

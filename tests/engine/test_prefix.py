@@ -24,7 +24,7 @@ from graphspec.graphs.host_step import RowMirror
 from graphspec.graphs.programs import Key
 from graphspec.graphs.stages.draft_prefill import page_feature
 from graphspec.graphs.stages.mailbox import Message, SharedPages
-from graphspec.kernels.attention.page_feature_write import OP as PAGE_FEATURE_WRITE
+from graphspec.kernels import op_of
 from graphspec.shapes import GREEDY, SAMPLED, SamplingClass
 from tests.graphs.test_capture import keys_of, make_cycle, make_plan
 from tests.support.depths import RandomDepth
@@ -32,6 +32,8 @@ from tests.support.engines import CHAIN, TREE, ids, mirror_pair, prompts
 from tests.support.plans import model_facts
 from tests.support.plans import plan as small_plan
 from tests.support.tiny import STRUCTURES, same_bits
+
+PAGE_FEATURE_WRITE = op_of("page_feature_write")
 
 PAGE = 8
 POOLS = ("target_kv", "draft_kv", "page_feature")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphspec.kernels.attention import chunk_attention, tree_attention
+from graphspec.kernels import op_of
 from graphspec.kernels.attention.tree_attention import visible_slots
 from graphspec.kernels.op import KernelOp
 from tests.kernels.cases.attention import poison_unseen, random_pool
@@ -68,25 +68,25 @@ def assert_law(op: KernelOp, case: Case) -> None:
 @pytest.mark.parametrize(("queries", "groups", "dim"), [(32, 8, 128), (32, 8, 64), (6, 2, 80), (8, 2, 256)])
 @pytest.mark.parametrize(("ends", "tokens"), [([2000], 1), ([2000], 8), ([2001], 64), ([5, 700, 0, 9000], 32), ([300], 100)])
 def test_tree_attention(ends: list[int], tokens: int, queries: int, groups: int, dim: int, dtype: torch.dtype) -> None:
-    assert_law(tree_attention.OP, tree_case(ends, tokens, queries=queries, groups=groups, dim=dim, dtype=dtype))
+    assert_law(op_of("tree_attention"), tree_case(ends, tokens, queries=queries, groups=groups, dim=dim, dtype=dtype))
 
 
 def test_a_lane_has_the_same_bits_alone() -> None:
     case = tree_case([2000, 65, 4100, 0], 8, queries=32, groups=8, dim=128, dtype=torch.bfloat16)
-    together = tree_attention.OP.implementation("fused")(**case)
+    together = op_of("tree_attention").implementation("fused")(**case)
     for lane in range(4):
         alone = {k: v[lane : lane + 1] if isinstance(v, Tensor) and k != "kv_pool" else v for k, v in case.items()}
-        assert torch.equal(tree_attention.OP.implementation("fused")(**alone)[0], together[lane])
+        assert torch.equal(op_of("tree_attention").implementation("fused")(**alone)[0], together[lane])
 
 
 def test_a_token_has_the_same_bits_in_a_chain_and_alone() -> None:
     chain = tree_case([2000], 8, queries=32, groups=8, dim=128, dtype=torch.bfloat16)
     chain["ancestors_BTX"][0] = (2 << torch.arange(8, device="cuda")[:, None]) - 1
-    together = tree_attention.OP.implementation("fused")(**chain)
+    together = op_of("tree_attention").implementation("fused")(**chain)
     for token in range(8):
         alone = {**chain, "query_BTQD": chain["query_BTQD"][:, token : token + 1], "prefix_end_B": chain["prefix_end_B"] + token}
         alone |= {"prefix_begin_BT": chain["prefix_begin_BT"][:, :1], "ancestors_BTX": torch.ones_like(chain["ancestors_BTX"][:, :1])}
-        assert torch.equal(tree_attention.OP.implementation("fused")(**alone)[0, 0], together[0, token])
+        assert torch.equal(op_of("tree_attention").implementation("fused")(**alone)[0, 0], together[0, token])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -95,11 +95,11 @@ def test_runs_of_splits_have_the_bits_of_splits(dim: int, dtype: torch.dtype) ->
     """32 tokens leave few programs for a tile, so each folds runs of splits over memory; one token leaves a program for a few splits."""
     case = tree_case([9000, 8000, 7000, 6000], 32, queries=32, groups=8, dim=dim, dtype=dtype)
     alone = {k: v[:, :1] if k in ("query_BTQD", "prefix_begin_BT", "ancestors_BTX") else v for k, v in case.items()}
-    first = tree_attention.OP.implementation("fused")(**alone)
-    found = tree_attention.OP.implementation("fused")(**case)
+    first = op_of("tree_attention").implementation("fused")(**alone)
+    found = op_of("tree_attention").implementation("fused")(**case)
     assert torch.equal(found[:, :1], first)
     for _ in range(200):
-        assert torch.equal(tree_attention.OP.implementation("fused")(**case), found)
+        assert torch.equal(op_of("tree_attention").implementation("fused")(**case), found)
 
 
 @pytest.mark.references("chunk_attention")
@@ -107,4 +107,4 @@ def test_runs_of_splits_have_the_bits_of_splits(dim: int, dtype: torch.dtype) ->
 @pytest.mark.parametrize(("first", "tokens"), [(0, 512), (1500, 512), (37, 100)])
 @pytest.mark.parametrize(("queries", "groups", "dim"), [(32, 8, 128), (6, 2, 80), (8, 2, 256)])
 def test_chunk_attention(first: int, tokens: int, queries: int, groups: int, dim: int, dtype: torch.dtype) -> None:
-    assert_law(chunk_attention.OP, chunk_case(first, tokens, queries=queries, groups=groups, dim=dim, dtype=dtype))
+    assert_law(op_of("chunk_attention"), chunk_case(first, tokens, queries=queries, groups=groups, dim=dim, dtype=dtype))

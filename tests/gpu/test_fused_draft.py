@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphspec.kernels import OPS, KernelOp
+from graphspec.kernels import OPS, KernelOp, op_of
 from tests.kernels.cases import cases_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -36,7 +36,7 @@ def test_fused_equals_reference(op: KernelOp) -> None:
 
 
 def test_a_long_history_in_many_blocks() -> None:
-    op = next(op for op in OPS if op.name == "ngram_match")
+    op = op_of("ngram_match")
     generator, lanes, width = torch.Generator().manual_seed(0), 8, 40000
     case = {
         "history_RL": torch.randint(0, 60, (lanes, width), generator=generator),
@@ -75,13 +75,13 @@ def test_bfloat16_features_keep_their_bits() -> None:
         "shift": 1,
         "num_words": 1,
     }
-    op = next(op for op in OPS if op.name == "draft_window")
+    op = op_of("draft_window")
     for f, e in zip(outputs(op, op.implementation("fused"), case), outputs(op, op.reference, case), strict=True):
         assert torch.equal(f, e)
 
 
 def test_count_rows_of_a_real_vocabulary_are_cleared_while_others_stay() -> None:
-    op = next(op for op in OPS if op.name == "mail_apply")
+    op = op_of("mail_apply")
     case = cases_of(op, torch.Generator().manual_seed(3))[1]
     rows = case["status_R"].shape[0]
     case["output_count_RV"] = torch.ones(rows, 128256, dtype=torch.int32)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphspec.kernels import OPS
+from graphspec.kernels import op_of
 from graphspec.kernels.fused.launch import semaphores
 from graphspec.kernels.linear.fused.linear import fused_linear, linear, linear_summed
 from graphspec.kernels.linear.fused.linear_choice import LinearShape, LinearTable, candidates
@@ -68,7 +68,7 @@ def test_bfloat16_against_float64(layer: str, rows: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_codes_against_float64(dtype: torch.dtype) -> None:
     """The catalog's cases: every kind of code, as the numbers that it stands for."""
-    op = next(op for op in OPS if op.name == "packed_linear")
+    op = op_of("packed_linear")
     for case in cases_of(op, torch.Generator().manual_seed(0)):
         moved = {key: value.to(DEVICE) if isinstance(value, Tensor) else value for key, value in case.items()}
         arguments = op.signature.gather(moved)

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from graphspec.kernels import op_of
 from graphspec.kernels.attention import rope_kv_write
-from graphspec.kernels.attention.rope_kv_write import OP
+
+OP = op_of("rope_kv_write")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

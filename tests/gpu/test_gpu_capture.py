@@ -15,6 +15,7 @@ from graphspec.engine.request import SamplingParams
 from graphspec.errors import CaptureError, ConfigError
 from graphspec.graphs.capture import Captured, Capturer
 from graphspec.graphs.cycle import Cycle
+from graphspec.graphs.graph_launch import graph_launch
 from graphspec.graphs.programs import Key, PrefillKey
 from graphspec.graphs.stages.mailbox import Chunk, Join, Message
 from graphspec.kernels import select_kernels
@@ -83,6 +84,20 @@ def test_the_report_has_the_memory_of_graphs() -> None:
     assert len(report) == len(keys_of(cycle))
     assert all(r.capture_seconds is not None and r.capture_seconds > 0 and r.pool_bytes is not None for r in report)
     assert report[0].pool_bytes == max(r.pool_bytes or 0 for r in report) > 0, "the smaller graphs fit into the largest one's memory"
+
+
+def test_launches_leave_torchs_generator_alone() -> None:
+    assert graph_launch() is not None, "torch's runtime offers the launch"
+    cycle = tiny("none")
+    key = cycle.plan.key(1, SAMPLED)
+    cycle.prepare([key])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        cycle.read(cycle.launch(key, Message(lanes=())))
+    kernels = [event.name for event in profile.events() if "FillFunctor<long>" in event.name]
+    assert not kernels
+    numbers = torch.zeros(8, device="cuda")
+    with pytest.raises(CaptureError, match="random numbers"):
+        Capturer(cycle.arena).capture(numbers.uniform_)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

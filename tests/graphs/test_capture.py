@@ -37,7 +37,7 @@ EVERYTHING = SamplingClass(True, True, True, True, 2, True, True, True)
 
 
 def make_plan(structure: str, **keys: Any) -> Plan:
-    return structure_plan(structure, device="cpu", runtime="eager", **{"buckets": [1, 2, 4], "max_rows": 4, **keys})
+    return structure_plan(structure, device="cpu", **{"runtime": "eager", "buckets": [1, 2, 4], "max_rows": 4, **keys})
 
 
 def make_cycle(plan: Plan, capturer: Callable[..., Any] | None = TapeCapturer) -> Cycle:
@@ -97,6 +97,22 @@ def test_everything_a_request_may_ask_is_captured_too() -> None:
     assert run(captured, 3, sampling=EVERYTHING) == run(direct, 3, sampling=EVERYTHING)
 
 
+def test_what_sampling_classes_have_in_common_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The networks over a tree, and over a chunk: most of what there is to compile."""
+    monkeypatch.setattr("graphspec.graphs.compile.lookup_backend", lambda name: lambda module, inputs: module)
+    plan = make_plan("chain", runtime="compiled", mode="compiled", buckets=[1, 2], max_rows=2)
+    compiled, direct = make_cycle(plan), make_cycle(make_plan("chain", buckets=[1, 2], max_rows=2), None)
+    counts = []
+    for sampling in (GREEDY, SAMPLED):
+        before = compiled.compilations.graphs
+        for cycle in (compiled, direct):
+            cycle.prepare(keys_of(plan, sampling))
+        counts.append(compiled.compilations.graphs - before)
+    programs = len(keys_of(plan, SAMPLED))
+    assert counts[0] - counts[1] == programs, "a part of every program is there"
+    assert run(compiled, 2) == run(direct, 2)
+
+
 @pytest.mark.parametrize(
     ("structure", "depths"),
     [("chain", {1: 4, 2: 2, 4: 1}), ("tree", {4: 1, 1: 3}), ("hidden-feature", {1: 1}), ("own-history", {4: 2})],
@@ -150,7 +166,7 @@ def test_the_largest_program_is_captured_first_and_prefill_as_well() -> None:
 
 
 def lanes_above(most: int, program: Any) -> bool:
-    return bool(program.stages[-1].name != "prefill" and program.views.lane_row_B.shape[0] > most)
+    return bool(not program.prefills and program.views.lane_row_B.shape[0] > most)
 
 
 class Widths:
@@ -217,7 +233,7 @@ def test_no_memory_for_what_is_needed(which: str) -> None:
     plan = make_plan("chain")
 
     def refuse(program: Any) -> bool:
-        return lanes_above(0, program) if which == "every cycle" else program.stages[-1].name == "prefill"
+        return lanes_above(0, program) if which == "every cycle" else program.prefills
 
     cycle = make_cycle(plan, lambda arena: TapeCapturer(arena, refuse))
     with pytest.raises(ResourceError, match="room for the program of a " + ("cycle of 1 lanes" if which == "every cycle" else "prefill")):

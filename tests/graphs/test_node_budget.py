@@ -41,7 +41,7 @@ of its own where no product has left them: once, in front of the first layer."""
 
 def count(shape: CycleShape, num_layers: int, **keys: Any) -> Launches:
     with fake_cycle(shape, num_layers, **keys) as cycle:
-        return launches_of(cycle.program())
+        return launches_of(*cycle.parts())
 
 
 def calls_of(shape: CycleShape, num_layers: int, **keys: Any) -> list[OperatorCall]:

@@ -45,7 +45,7 @@ def count(shape: str, num_layers: int, kind: str, group: str) -> Launches:
         with pretended_gpu(), FakeTensorMode():
             memory = torch.empty(ONE_SHOT_BYTES, dtype=torch.uint8, device="cuda")
     with fake_cycle(SHAPES[shape], num_layers, ranks=RANKS, comm=DeviceComm(RANKS, group, memory)) as cycle:
-        return launches_of(cycle.program())
+        return launches_of(*cycle.parts())
 
 
 @pytest.mark.parametrize("kind", SUM)

@@ -7,7 +7,7 @@ import torch
 
 from graphspec.errors import ConfigError
 from graphspec.graphs import programs
-from graphspec.kernels import ATTENTION_OPS, LINEAR_OPS, OPS, select_kernels
+from graphspec.kernels import ATTENTION_OPS, LINEAR_OPS, OPS, op_of, select_kernels
 from graphspec.kernels.native import cycle
 from graphspec.kernels.threads import team_threads, torch_loops
 from graphspec.kernels.tree import draft_topk
@@ -108,6 +108,6 @@ def test_filters_keep_the_tokens_of_the_reference(seed: int) -> None:
         "top_p_B": pick([0.01, 0.3, 0.9, 0.999, 1.0], lanes),
         "min_p_B": pick([0.0, 0.05, 1.0], lanes),
     }
-    op = next(op for op in OPS if op.name == "filter_logits")
+    op = op_of("filter_logits")
     native, reference = (op.call(op.implementation(name), case) for name in ("native", "reference"))
     assert torch.equal(native.nan_to_num(7.0), reference.nan_to_num(7.0))

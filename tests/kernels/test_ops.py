@@ -15,7 +15,7 @@ from torch._inductor import loop_body
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphspec.errors import ConfigError
-from graphspec.kernels import OPS, KernelOp, select_kernels
+from graphspec.kernels import OPS, KernelOp, op_of, select_kernels
 from graphspec.kernels.attention.tree_attention import visible_slots
 from graphspec.kernels.linear.packed import Packed, dequantise
 from graphspec.kernels.sampling.noise import counter_hash, gumbel_noise, mix32
@@ -137,7 +137,7 @@ def test_flat_arguments_are_those_of_the_case(op: KernelOp) -> None:
 
 
 def test_a_call_with_wrong_arguments_is_refused() -> None:
-    take_last = next(op for op in OPS if op.name == "take_last").signature
+    take_last = op_of("take_last").signature
     for arguments, named in (((1, 2), {}), ((1, 2, 3, 4), {}), ((1, 2), {"out": 3}), ((1, 2, 3), {"out_BH": 3})):
         with pytest.raises(TypeError):
             take_last.flatten(arguments, named)
@@ -168,7 +168,7 @@ def test_dtypes_are_annotated(op: KernelOp) -> None:
 
 
 def test_a_case_without_data_has_the_shapes_of_its_names() -> None:
-    commit = next(op for op in OPS if op.name == "commit_rows")
+    commit = op_of("commit_rows")
     sizes = {"B": 2, "N": 3, "A": 4, "Ac": 9, "J": 6, "Z": 3, "R": 5, "F": 7}
     case = commit.without_data(sizes, feature_BNF=torch.bfloat16, append=True)
     shapes = {key: list(value.shape) for key, value in case.items() if isinstance(value, torch.Tensor)}
@@ -221,7 +221,7 @@ def test_select_kernels_refuses(mode: str, attention: str, device: str, words: t
 
 def test_unknown_implementation_names_the_known() -> None:
     with pytest.raises(ConfigError, match="reference, native"):
-        next(op for op in OPS if op.name == "tree_attention").implementation("triton")
+        op_of("tree_attention").implementation("triton")
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_stable_topk_orders_ties_by_index(length: int, k: int, compiled: bool) -
 
 def test_tree_attention_sees_what_the_contract_says() -> None:
     """One query at a time through torch's own dense attention over the visible slots only."""
-    op = next(op for op in OPS if op.name == "tree_attention")
+    op = op_of("tree_attention")
     for case in cases(op, 3):
         out = op.reference(**case)
         query, pool, table = case["query_BTQD"], case["kv_pool"][case["layer"]], case["table_BP"].long()
@@ -274,7 +274,7 @@ def test_draft_topk_scores_with_the_keys_that_drew() -> None:
     logits, ids = torch.randn(3, 2, 11, generator=generator), torch.arange(11) * 3
     temperature, seed, position = torch.tensor([0.0, 0.5, 2.0]), torch.tensor([5, -6, 7]), torch.tensor([1, 2, 3])
     noise = gumbel_noise(seed, position[:, None], ids)
-    draft_topk = next(op for op in OPS if op.name == "draft_topk").reference
+    draft_topk = op_of("draft_topk").reference
     logprob, token = draft_topk(logits, 4, ids, seed, position, temperature)
     for lane in range(3):
         keys = logits[lane] if lane == 0 else logits[lane] + temperature[lane] * noise[lane]
@@ -284,7 +284,7 @@ def test_draft_topk_scores_with_the_keys_that_drew() -> None:
 
 
 def test_draft_topk_of_a_dead_row_is_impossible_not_nan() -> None:
-    draft_topk = next(op for op in OPS if op.name == "draft_topk").reference
+    draft_topk = op_of("draft_topk").reference
     logprob, token = draft_topk(torch.tensor([[[torch.nan] * 5, [torch.inf] * 4 + [1.0]]]), 2, None, None, None, None)
     assert logprob.tolist() == [[[-math.inf] * 2, [0.0, -math.inf]]]
     assert token.tolist() == [[[0, 1], [4, 0]]]

@@ -12,13 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graphspec.kernels.attention.kv_move import OP as KV_MOVE
+from graphspec.kernels import op_of
 from graphspec.kernels.attention.kv_move import kv_move
 from graphspec.kernels.tree.tree_build import causal_words, tree_build
 from graphspec.kernels.tree.tree_walk import tree_walk
 from tests.kernels.cases import cases_of
 from tests.kernels.cases.tree import candidate_pool
 from tests.support.tree_forms import links_from_parents
+
+KV_MOVE = op_of("kv_move")
 
 Node = tuple[int, int, int, set[int]]
 

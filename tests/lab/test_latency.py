@@ -62,7 +62,7 @@ def test_launches_are_those_of_the_code_inductor_writes(shape: CycleShape) -> No
     variant = "eagle3" if shape.num_steps else "none"
     steps = steps_of("llama-3.1-8b", variant, shape)
     with fake_cycle(shape, 3) as cycle:
-        written = launches_of(cycle.program())
+        written = launches_of(*cycle.parts())
     layer = 6
     assert len(steps) == len(written) + 29 * layer
     assert sum(step.kernel == INDUCTOR for step in steps) == written.kinds["triton"]

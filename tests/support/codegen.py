@@ -151,9 +151,8 @@ class Launches:
     @property
     def host_marks(self) -> list[str]:
         """Signs of a host read, of a size that depends on data, or of a copy between devices."""
-        begin = self.code.rindex("def call(")
-        body = self.code[begin : self.code.find("def get_args", begin)]
-        return sorted(sign for sign in HOST_SIGNS if re.search(sign, body))
+        bodies = "".join(text.partition("def get_args")[0] for text in self.code.split("def call(")[1:])
+        return sorted(sign for sign in HOST_SIGNS if re.search(sign, bodies))
 
 
 HOST_SIGNS = (
@@ -181,8 +180,8 @@ def _read(code: str) -> Launches:
     return Launches(tuple(found), code)
 
 
-def launches_of(program: Callable[[], None]) -> Launches:
-    """Compile ``program``, a function over fake ``cuda`` tensors, as the runtime does, and list what it would launch.
+def launches_of(*programs: Callable[[], None]) -> Launches:
+    """Compile ``programs``, functions over fake ``cuda`` tensors, each as the runtime does, and list what they would launch in turn.
 
     Raises:
         Exception: whatever stops the compiler before the wrapper's text is complete.
@@ -193,14 +192,18 @@ def launches_of(program: Callable[[], None]) -> Launches:
         texts.append(code if isinstance(code, str) else code.value)
         raise _TextReachedError
 
-    with mock.patch.object(GraphLowering, "save_output_code", staticmethod(keep)), torch.no_grad():
-        torch._dynamo.reset()
-        try:
-            torch.compile(program, fullgraph=True, dynamic=False)()
-        except Exception:
-            if not texts:
-                raise
-    return _read(texts[-1])
+    found = []
+    for program in programs:
+        with mock.patch.object(GraphLowering, "save_output_code", staticmethod(keep)), torch.no_grad():
+            torch._dynamo.reset()
+            try:
+                torch.compile(program, fullgraph=True, dynamic=False)()
+            except Exception:
+                if not texts:
+                    raise
+        found.append(_read(texts[-1]))
+        texts.clear()
+    return Launches(tuple(name for each in found for name in each.names), "\n".join(each.code for each in found))
 
 
 def compile_kernels(found: Launches) -> list[str]:

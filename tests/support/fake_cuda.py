@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from graphspec.graphs import capture
 
 GUARD = Path(__file__).with_name("fake_cuda_guard.cpp")
 
@@ -152,6 +154,27 @@ class FakeDriver:
         self.can_end = True
         self.can_instantiate = True
         self.replays: list[str] = []
+        """The current stream at each replay by torch, and at each launch of an instantiated graph."""
+        self.fills = 0
+        """Fills of the generator's seed and offset, which torch's replay does."""
+        self.offset = 0
+        self.graphs: dict[int, FakeGraph] = {}
+
+    def draw(self) -> None:
+        """A random number of torch's generator, drawn by the program."""
+        if self.capturing is not None:
+            self.capturing.draws += 1
+        else:
+            self.offset += 1
+
+    def get_offset(self) -> int:
+        assert self.capturing is None
+        return self.offset
+
+    def launch(self, executable: int, stream: int) -> None:
+        """``cudaGraphLaunch``: what it launches has the offsets of the last fill."""
+        assert self.graphs[executable].ready
+        self.replays.append({0: "default", 1: "side"}[stream])
 
     def pool_handle(self) -> int:
         self.pools += 1
@@ -186,7 +209,7 @@ class FakeDriver:
 
 class FakeStream:
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name, self.cuda_stream = name, int(name == "side")
 
     def wait_stream(self, other: FakeStream) -> None:
         pass
@@ -196,7 +219,7 @@ class FakeGraph:
     """The methods of ``torch.cuda.CUDAGraph`` that are used."""
 
     def __init__(self, driver: FakeDriver) -> None:
-        self.driver, self.owns_share, self.ready = driver, False, False
+        self.driver, self.owns_share, self.ready, self.draws = driver, False, False, 0
 
     def capture_begin(self, pool: int, capture_error_mode: str) -> None:
         driver = self.driver
@@ -224,8 +247,15 @@ class FakeGraph:
             raise RuntimeError("CUDA error: out of memory")
         self.ready = True
 
+    def raw_cuda_graph_exec(self) -> int:
+        assert self.ready
+        self.driver.graphs[id(self)] = self
+        return id(self)
+
     def replay(self) -> None:
         assert self.ready
+        self.driver.fills += 2
+        self.driver.offset += self.draws
         self.driver.replays.append(self.driver.current)
 
     def __del__(self) -> None:
@@ -241,10 +271,12 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     on_cuda: dict[str, Any] = {
         "graph_pool_handle": driver.pool_handle, "Stream": lambda device: side, "current_stream": lambda device: default,
         "stream": driver.on, "synchronize": lambda device: None, "empty_cache": lambda: None, "memory_reserved": lambda device: 0,
-        "current_device": lambda: 0, "CUDAGraph": lambda: FakeGraph(driver),
+        "current_device": lambda: 0, "CUDAGraph": lambda: FakeGraph(driver), "default_generators": (driver,),
+        "device": lambda device: nullcontext(),
     }  # fmt: skip
     for name, value in on_cuda.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(capture, "graph_launch", lambda: driver.launch)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", driver.end_allocate, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", driver.release, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", driver.clear_workspaces, raising=False)

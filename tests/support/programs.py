@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graphspec.graphs.programs import Key, PrefillKey, prefill_keys, program_stages
+from graphspec.graphs.programs import Key, PrefillKey, compiled_parts, prefill_keys, program_stages
 from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.graphs.stages.stage import HostStage
 from graphspec.kernels import select_kernels
@@ -15,6 +16,7 @@ from graphspec.plan.buffers import Arena
 from graphspec.plan.plan import Plan
 from graphspec.shapes import SamplingClass, sampling_class_of
 from tests.support.codegen import Launches, compile_kernels, launches_of, pretended_gpu
+from tests.support.shapes_8b import run_stages
 from tests.support.tiny import move, structure_plan, tiny_networks
 
 KINDS = ("cycle", "prefill")
@@ -67,21 +69,10 @@ def generate(structure: str, spelled: str, kind: str, *, lanes: int = 2, compile
         arena.allocate(key.sampling)
         views = arena.views(key.lanes) if isinstance(key, PrefillKey) else arena.views(key.bucket, key.shape)
         every = program_stages(plan, kernels, networks.target, networks.draft, key)
-        # A host stage ends a segment, which is a program of its own.
-        segments: list[list[object]] = [[]]
-        for stage in every:
-            if isinstance(stage, HostStage):
-                segments.append([])
-            else:
-                segments[-1].append(stage)
         found = []
-        for segment in filter(None, segments):
-
-            def run(stages: list[object] = segment) -> None:
-                for stage in stages:
-                    stage(views)  # type: ignore[operator]
-
-            found.append(launches_of(run))
+        for host, segment in groupby(every, lambda stage: isinstance(stage, HostStage)):
+            # A host stage ends a segment, which is a program of its own.
+            found += [] if host else [launches_of(*(run_stages(part, views) for part in compiled_parts(list(segment))))]
         for part in found if compiled else ():
             compile_kernels(part)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from graphspec.config.schema import Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.drafters.dflash.facts import DFlashFacts
 from graphspec.facts import DraftFacts, ModelFacts, RopeFacts
-from graphspec.graphs.programs import program_stages
+from graphspec.graphs.programs import compiled_parts, program_stages
 from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.graphs.stages.stage import Stage
 from graphspec.kernels import select_kernels
@@ -45,17 +45,26 @@ class FakeCycle:
 
     def program(self) -> Callable[[], None]:
         """All stages, as one launch runs them."""
+        return run_stages(self.stages, self.views)
 
-        def run() -> None:
-            for stage in self.stages:
-                stage(self.views)
-
-        return run
+    def parts(self) -> list[Callable[[], None]]:
+        """The stages that are compiled together."""
+        return [run_stages(part, self.views) for part in compiled_parts(self.stages)]
 
     def stage(self, name: str) -> Callable[[], None]:
         """One stage."""
         chosen = next(stage for stage in self.stages if stage.name == name)
         return lambda: chosen(self.views)
+
+
+def run_stages(stages: Sequence[Stage], views: Views) -> Callable[[], None]:
+    """A function that runs ``stages`` in order."""
+
+    def run() -> None:
+        for stage in stages:
+            stage(views)
+
+    return run
 
 
 @contextmanager

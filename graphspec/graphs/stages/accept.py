@@ -28,8 +28,7 @@ class Accept(Stage):
         self.shaper = LogitShaper(build)
         self.rule: Match = load_object(build.plan.accept.kind.make)(build)
         self.scores = Scores.of_target(build)
-        logits = "logits_BNVr" if self.scores.by_parts else "logits_BNV"
-        base = ("lane_row_B", *Limits._fields, logits, *Nodes._fields)
+        base = ("lane_row_B", *Limits._fields, self.scores.slot, *Nodes._fields)
         words = WORDS if self.sampling.bad_words else ()
         mask = ("token_mask_BNVw",) if self.sampling.grammar else ()
         self.reads = tuple(dict.fromkeys((*base, *self.shaper.reads, *self.rule.reads, *words, *mask)))
@@ -40,7 +39,7 @@ class Accept(Stage):
         position_BN = self.rule.positions(v) if self.sampling.bias else None
         before_BNt = node_contexts(v) if self.sampling.bad_words else None
         mask_BNVw = v.token_mask_BNVw if self.sampling.grammar else None
-        given_BNV = v.logits_BNVr if self.scores.by_parts else v.logits_BNV
+        given_BNV = self.scores.kept(v)
         logits_BNV = self.shaper(v, given_BNV, position_BN, path_BNN, before_BTt=before_BNt, mask_BTVw=mask_BNVw)
         drawn_BN, sound_BN = self.rule(v, logits_BNV)
         self.kernels.tree_walk(

@@ -1,6 +1,11 @@
-"""Prefill: a chunk of each of some prompts through target and drafter, as static as the cycle; a prompt's last chunk samples its root."""
+"""Prefill: a chunk of each of some prompts through target and drafter, as static as the cycle; a prompt's last chunk samples its root.
+
+Two stages: what the networks do is the same whatever requests ask of the sampler, and compiled once for all of that.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,20 +17,42 @@ from ...plan.buffers import Status, Views
 from .bans import WORDS, note_tokens
 from .counts import count_tokens
 from .draft_prefill import ChunkRows, DraftPrefill, take_last
-from .logprobs import ring_buffers, write_logprobs, write_prompt_logprobs
+from .logprobs import PROMPT_RING, ring_buffers, write_logprobs, write_prompt_logprobs
 from .mailbox import MailLayout
 from .sampling import LogitShaper, sample_tokens
 from .stage import Build, Stage, TargetModel
 from .vocabulary import Scores
 
 
-class Prefill(Stage):
-    """Per lane tokens ``[start, start + len)`` of a prompt of ``total`` tokens, padded to ``chunk``.
+class ChunkParts:
+    """The lanes' chunks in a message, as both stages read them.
 
-    After a prompt's last chunk ``seq_len`` is its length and the window holds one entry, the root: the first cycle is no special case.
+    Attributes:
+        token_BC: int64, -1 where not valid.
+        valid_BC: bool.
+        slot_BC: int64.
+        start_B, length_B, total_B, known_B, prompt_B, shared_B: int64 words of the message.
+        done_B: bool, the lanes whose prompt ends.
+    """
+
+    def __init__(self, layout: MailLayout, mail: Tensor, lanes: int, chunk: int) -> None:
+        words_B6, token_BC = layout.prompt_parts(mail, lanes, chunk)
+        self.start_B, self.length_B, self.total_B, self.known_B, self.prompt_B, self.shared_B = words_B6.unbind(1)
+        entry_C = torch.arange(chunk, device=mail.device)
+        self.valid_BC = entry_C < self.length_B[:, None]
+        self.token_BC = torch.where(self.valid_BC, token_BC, -1)
+        self.slot_BC = self.start_B[:, None] + entry_C
+        self.done_B = (self.length_B > 0) & (self.start_B + self.length_B == self.total_B)
+
+
+class Prefill(Stage):
+    """Per lane tokens ``[start, start + len)`` of a prompt of ``total`` tokens, padded to ``chunk``, through target and drafter.
+
+    Leaves the logits after the chunk's last token in node 0.
     """
 
     name = "prefill"
+    shared = True
 
     def __init__(self, build: Build, lanes: int, chunk: int) -> None:
         super().__init__(build)
@@ -37,40 +64,26 @@ class Prefill(Stage):
         bound = self.bind_chunk("draft", chunk) if self.plan.draft_attends and not self.plan.lookback else {}
         self.draft: DraftPrefill | None = load_object(self.plan.variant.prefill)(build, bound) if build.draft is not None else None
         draft_reads, draft_writes = (self.draft.reads, self.draft.writes) if self.draft is not None else ((), ())
-        history = ("history_RL",) if self.plan.keeps_history else ()
-        state = ("cycle_1", "window_token_RAc", "window_len_R", "seq_len_R", "budget_R", "status_R")
         self.states = RecurrentStates._fields if self.plan.target.recurrent is not None else ()
-        self.shaper = LogitShaper(build)
-        noise = ("lane_temperature_B", "lane_seed_B") if self.sampling.noise else ()
-        words = WORDS if self.sampling.bad_words else ()
-        scored = ("following_token_R",) if self.sampling.prompt_logprobs else ()
-        mask = ("token_mask_BNVw",) if self.sampling.grammar else ()
-        self.reads = (
-            "mail", "lane_row_B", "page_table_RP", "stop_id_RE", "budget_R", "cycle_1", "target_kv",
-            *self.states, *draft_reads, *history, *noise, *self.shaper.reads, *words, *scored, *mask,
-        )  # fmt: skip
-        counts = (*(("output_count_RV",) if self.sampling.penalties else ()), *words[:1])
+        scored = ("following_token_R", "cycle_1") if self.sampling.prompt_logprobs else ()
+        self.reads = ("mail", "lane_row_B", "page_table_RP", "target_kv", *self.states, *draft_reads, *scored)
         tables = ("page_table_RP",) if self.layout.max_chunk_pages else ()
-        self.writes = ("target_kv", *self.states, *tables, *state, *draft_writes, *history, *counts, *ring_buffers(self.sampling))
+        ring = PROMPT_RING if self.sampling.prompt_logprobs else ()
+        self.writes = ("target_kv", *self.states, *tables, *draft_writes, *ring, self.scores.slot)
 
     def forward(self, v: Views) -> None:
         at = self.layout
         if at.max_chunk_pages:
             row, column, page = v.mail[at.chunk_pages :].view(-1, 3).unbind(1)
             v.page_table_RP.index_put_((row, column), page.to(torch.int32))
-        words_B6, token_BC = at.prompt_parts(v.mail, self.lanes, self.chunk)
-        start_B, length_B, total_B, known_B, prompt_B, shared_B = words_B6.unbind(1)
-        row_B = v.lane_row_B
-        entry_C = torch.arange(self.chunk, device=row_B.device)
-        valid_BC = entry_C < length_B[:, None]
-        token_BC = torch.where(valid_BC, token_BC, -1)
-        slot_BC = start_B[:, None] + entry_C
-        rope_length_BC = torch.minimum(torch.maximum(prompt_B[:, None], slot_BC + 1), total_B[:, None])
+        parts, row_B = ChunkParts(at, v.mail, self.lanes, self.chunk), v.lane_row_B
+        token_BC, valid_BC, slot_BC, length_B = parts.token_BC, parts.valid_BC, parts.slot_BC, parts.length_B
+        rope_length_BC = torch.minimum(torch.maximum(parts.prompt_B[:, None], slot_BC + 1), parts.total_B[:, None])
         table_BP = v.page_table_RP[row_B]
         recurrence = None
         if self.states:
             exact = self.plan.numerics == "batch_invariant"
-            recurrence = RunRecurrence(self.kernels, v.take(RecurrentStates), row_B, length_B, start_B == 0, exact)
+            recurrence = RunRecurrence(self.kernels, v.take(RecurrentStates), row_B, length_B, parts.start_B == 0, exact)
         hidden_BCH, taps_BCF = self.target(
             token_BC,
             ChunkAttention(self.kernels, v.target_kv, table_BP, slot_BC, rope_length_BC, valid_BC, slot_BC, 0, self.bound, recurrence),
@@ -78,13 +91,42 @@ class Prefill(Stage):
         if self.sampling.prompt_logprobs:
             write_prompt_logprobs(v, self.target, self.scores, v.cycle_1 % self.plan.ring_depth, hidden_BCH, token_BC, length_B)
         if self.draft is not None:
-            chunk = ChunkRows(row_B, token_BC, valid_BC, slot_BC, rope_length_BC, table_BP, start_B, length_B, shared_B)
+            chunk = ChunkRows(row_B, token_BC, valid_BC, slot_BC, rope_length_BC, table_BP, parts.start_B, length_B, parts.shared_B)
             self.draft(v, chunk, self.feature(hidden_BCH, taps_BCF))
-        done_B = (length_B > 0) & (start_B + length_B == total_B)
-        logits_B1V = self.target.logits(take_last(hidden_BCH, length_B))
-        self._finish(v, logits_B1V if self.scores.by_parts else self.scores.whole(logits_B1V), done_B, total_B, known_B)
+        self.scores.keep(v, self.target.logits(take_last(hidden_BCH, length_B)))
+
+
+class FirstToken(Stage):
+    """What follows a chunk: on a prompt's last one, its first token.
+
+    After a prompt's last chunk ``seq_len`` is its length and the window holds one entry, the root: the first cycle is no special case.
+    """
+
+    name = "first_token"
+
+    def __init__(self, build: Build, lanes: int, chunk: int) -> None:
+        super().__init__(build)
+        self.lanes, self.chunk, self.layout = lanes, chunk, MailLayout.of(build.plan)
+        self.scores = Scores.of_target(build)
+        history = ("history_RL",) if self.plan.keeps_history else ()
+        state = ("cycle_1", "window_token_RAc", "window_len_R", "seq_len_R", "budget_R", "status_R")
+        self.shaper = LogitShaper(build)
+        noise = ("lane_temperature_B", "lane_seed_B") if self.sampling.noise else ()
+        words = WORDS if self.sampling.bad_words else ()
+        mask = ("token_mask_BNVw",) if self.sampling.grammar else ()
+        self.reads = (
+            "mail", "lane_row_B", "stop_id_RE", "budget_R", "cycle_1", self.scores.slot,
+            *history, *noise, *self.shaper.reads, *words, *mask,
+        )  # fmt: skip
+        counts = (*(("output_count_RV",) if self.sampling.penalties else ()), *words[:1])
+        ring = ring_buffers(replace(self.sampling, prompt_logprobs=False))
+        self.writes = (*state, *history, *counts, *ring)
+
+    def forward(self, v: Views) -> None:
+        parts = ChunkParts(self.layout, v.mail, self.lanes, self.chunk)
+        self._finish(v, self.scores.kept(v)[:, :1], parts.done_B, parts.total_B, parts.known_B)
         if self.plan.keeps_history:
-            self._remember(v, token_BC, valid_BC, slot_BC, total_B)
+            self._remember(v, parts.token_BC, parts.valid_BC, parts.slot_BC, parts.total_B)
 
     def _remember(self, v: Views, token_BC: Tensor, valid_BC: Tensor, slot_BC: Tensor, total_B: Tensor) -> None:
         """The chunks' tokens, and the root after each prompt, into the rows' own tokens."""

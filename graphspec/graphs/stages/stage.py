@@ -82,6 +82,8 @@ class Stage(nn.Module):
     """One step of the cycle: reads and writes slots in place, returns nothing, never reads a value on the host."""
 
     name: ClassVar[str]
+    shared: ClassVar[bool] = False
+    """Its work depends on what requests ask of the sampler only as far as its slots do: it is compiled once for all classes."""
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     prepared_calls: tuple[PreparedCall, ...] = ()

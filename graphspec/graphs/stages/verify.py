@@ -13,6 +13,7 @@ class Verify(Stage):
     """Target over the tree: KV at slot ``seq_len + n``, RoPE position ``seq_len + depth``, float32 logits, features for the drafter."""
 
     name = "verify"
+    shared = True
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
@@ -23,8 +24,7 @@ class Verify(Stage):
         if self.plan.target.recurrent is not None:
             self.reads += ("node_parent_BN", *RecurrentStates._fields)
         records = NodeRecords._fields if self.plan.target.recurrent is not None else ()
-        logits = "logits_BNVr" if self.scores.by_parts else "logits_BNV"
-        self.writes = ("target_kv", logits, *records, *(("feature_BNF",) if self.plan.feature_width else ()))
+        self.writes = ("target_kv", self.scores.slot, *records, *(("feature_BNF",) if self.plan.feature_width else ()))
         # The mask of a chain is causal.
         count = self.shape.num_draft_tokens
         self.bound = self.bind_call("target", "root", count, count) if self.shape.is_chain else None
@@ -57,11 +57,7 @@ class Verify(Stage):
             recurrence=recurrence,
         )
         hidden_BNH, taps_BNF = self.target(token_BN, attention)
-        logits = self.target.logits(hidden_BNH)
-        if self.scores.by_parts:
-            v.logits_BNVr.copy_(logits)
-        else:
-            v.logits_BNV.copy_(self.scores.whole(logits))
+        self.scores.keep(v, self.target.logits(hidden_BNH))
         feature_BNF = self.feature(hidden_BNH, taps_BNF)
         if feature_BNF is not None:
             v.feature_BNF.copy_(feature_BNF)

@@ -8,6 +8,7 @@ from ...kernels.registry import KernelSet
 from ...kernels.tree.shard_topk import merge_shards, pack_shard
 from ...models.vocabulary import VocabParallelLinear, sharded_head
 from ...plan.acceptance import AcceptPlan
+from ...plan.buffers import Views
 from ...shapes import SamplingClass
 from .stage import Build, DraftModel, TargetModel
 
@@ -41,6 +42,21 @@ class Scores:
     def whole(self, logits: Tensor) -> Tensor:
         """Logits over the whole vocabulary, from what the network gave."""
         return logits if self.head is None else self.head.gather(logits)
+
+    @property
+    def slot(self) -> str:
+        """The slot that the target's logits are kept in."""
+        return "logits_BNVr" if self.by_parts else "logits_BNV"
+
+    def keep(self, v: Views, logits_BTV: Tensor) -> None:
+        """Write the logits of the first nodes, as the target gave them, into their slot."""
+        kept = self.kept(v)[:, : logits_BTV.shape[1]]
+        kept.copy_(logits_BTV if self.by_parts else self.whole(logits_BTV))
+
+    def kept(self, v: Views) -> Tensor:
+        """The slot's tensor."""
+        tensor: Tensor = getattr(v, self.slot)
+        return tensor
 
     def best(
         self, logits_BTVr: Tensor, temperature_B: Tensor | None, seed_B: Tensor | None, position_BT: Tensor | None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..op import Bool, Int32, Int64, KernelOp
+from ..op import Bool, Int32, Int64, kernel_op
 from .tree_attention import masked_attention
 
 
+@kernel_op(native="native", exact=False)
 def chunk_attention(
     query_BTQD: Tensor,
     kv_pool: Tensor,
@@ -40,6 +41,3 @@ def chunk_attention(
     slot_L = torch.arange(table_BP.shape[1] * kv_pool.shape[3], device=query_BTQD.device)
     visible_BTL = (slot_L >= prefix_begin_BT[..., None]) & (slot_L <= slot_BT[..., None]) & valid_BT[..., None]
     return masked_attention(query_BTQD, kv_pool, layer, table_BP, visible_BTL, scale, sink_Q, softcap)
-
-
-OP = KernelOp(chunk_attention, native="native", exact=False)

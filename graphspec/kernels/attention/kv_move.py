@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..op import Int32, Int64, KernelOp, Written
+from ..op import Int32, Int64, Written, kernel_op
 from .paged_kv_write import locate
 
 
+@kernel_op(native="native.state")
 def kv_move(
     kv_pool: Written[Tensor], table_RP: Int32, seq_len_R: Int64, path_BA: Int64, accept_len_B: Int64, lane_row_B: Int64 | None = None
 ) -> None:
@@ -34,6 +35,3 @@ def kv_move(
     side_E11 = torch.arange(sides, device=kv_pool.device)[:, None, None]
     rows = kv_pool[layer_L111, side_E11, source_page_BA, source_offset_BA]
     kv_pool.index_put_((layer_L111, side_E11, page_BA, offset_BA), rows)
-
-
-OP = KernelOp(kv_move, native="native.state")

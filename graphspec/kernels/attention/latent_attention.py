@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..op import Int32, Int64, KernelOp
+from ..op import Int32, Int64, kernel_op
 from .tree_attention import tree_attention
 
 
@@ -14,6 +14,7 @@ def both_sides(latent_pool: Tensor) -> Tensor:
     return latent_pool.expand(-1, 2, -1, -1, -1, -1)
 
 
+@kernel_op(exact=False)
 def latent_attention(
     query_latent_BTQL: Tensor,
     query_rope_BTQR: Tensor,
@@ -52,6 +53,3 @@ def latent_attention(
     pool = both_sides(latent_pool)
     out = tree_attention(query, pool, layer, table_BP, prefix_begin_BT, prefix_end_B, ancestors_BTX, scale)
     return out[..., : query_latent_BTQL.shape[-1]]
-
-
-OP = KernelOp(latent_attention, exact=False)

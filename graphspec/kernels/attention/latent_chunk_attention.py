@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..op import Bool, Int32, Int64, KernelOp
+from ..op import Bool, Int32, Int64, kernel_op
 from .chunk_attention import chunk_attention
 from .latent_attention import both_sides
 
 
+@kernel_op(fused="latent_attention:CHUNK_OP", exact=False)
 def latent_chunk_attention(
     query_latent_BTQL: Tensor,
     query_rope_BTQR: Tensor,
@@ -39,6 +40,3 @@ def latent_chunk_attention(
     query = torch.cat((query_latent_BTQL, query_rope_BTQR), dim=-1)
     out = chunk_attention(query, both_sides(latent_pool), layer, table_BP, prefix_begin_BT, slot_BT, valid_BT, scale)
     return out[..., : query_latent_BTQL.shape[-1]]
-
-
-OP = KernelOp(latent_chunk_attention, fused="latent_attention:CHUNK_OP", exact=False)

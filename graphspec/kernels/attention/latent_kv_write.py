@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..formulas import Rotation, apply_rope, rms_norm
-from ..op import Bool, Int32, Int64, KernelOp, Written
+from ..op import Bool, Int32, Int64, Written, kernel_op
 from .paged_kv_write import locate
 
 
@@ -16,6 +16,7 @@ def _rotate(x_BTQR: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, interleaved: bool)
     return apply_rope(x_BTQR, cos_BTD, sin_BTD)
 
 
+@kernel_op(exact=False)
 def latent_kv_write(
     latent_pool: Written[Tensor],
     layer: int,
@@ -64,6 +65,3 @@ def latent_kv_write(
     layer_BT = torch.full_like(page_BT, layer)
     latent_pool.index_put_((layer_BT, torch.zeros_like(page_BT), page_BT, offset_BT), row_BT1E.to(latent_pool.dtype))
     return _rotate(query_rope_BTQR, cos_BTD, sin_BTD, interleaved)
-
-
-OP = KernelOp(latent_kv_write, exact=False)

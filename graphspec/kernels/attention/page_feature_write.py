@@ -7,9 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from ..op import Int32, Int64, KernelOp, Written
+from ..op import Int32, Int64, Written, kernel_op
 
 
+@kernel_op(native="native.state")
 def page_feature_write(
     page_feature: Written[Tensor],
     page_size: int,
@@ -47,6 +48,3 @@ def page_feature_write(
     # Indexed like a pool: if it were written through a view, the compiler would copy all pages.
     first_BE = torch.zeros_like(page_BE)
     page_feature.index_put_((first_BE, first_BE, page_BE, first_BE), feature_BEF[:, :, None])
-
-
-OP = KernelOp(page_feature_write, native="native.state")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..formulas import Rotation, apply_rope, rms_norm
-from ..op import Bool, Int32, Int64, KernelOp, Written
+from ..op import Bool, Int32, Int64, Written, kernel_op
 from .paged_kv_write import paged_kv_write
 
 
+@kernel_op(exact=False)
 def rope_kv_write(
     query_BTQD: Tensor,
     key_BTGD: Tensor,
@@ -50,6 +51,3 @@ def rope_kv_write(
         key_BTGD = rms_norm(key_BTGD, key_norm, norm_eps, norm_offset)
     paged_kv_write(kv_pool, layer, apply_rope(key_BTGD, cos_BTD, sin_BTD), value_BTGD, table_BP, slot_BT, valid_BT)
     return apply_rope(query_BTQD, cos_BTD, sin_BTD)
-
-
-OP = KernelOp(rope_kv_write, exact=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..op import Int32, Int64, KernelOp
+from ..op import Int32, Int64, kernel_op
 
 
 def gather_slots(pool_layer: Tensor, table_BP: Tensor) -> Tensor:
@@ -54,6 +54,7 @@ def masked_attention(
     return out.reshape(lanes, tokens, heads, dim).to(query_BTQD.dtype)
 
 
+@kernel_op(native="native", exact=False)
 def tree_attention(
     query_BTQD: Tensor,
     kv_pool: Tensor,
@@ -108,6 +109,3 @@ def visible_slots(prefix_begin_BT: Tensor, prefix_end_B: Tensor, ancestors_BTX: 
                 if int(ancestors_BTX[lane, token, j // 64]) >> (j % 64) & 1 and 0 <= end + j < length:
                     visible[lane, token, end + j] = True
     return visible
-
-
-OP = KernelOp(tree_attention, native="native", exact=False)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from ...errors import CaptureError
 from ..op import KernelOp, Signature
+from ..registry import op_of
 from .hopper import MULTIPROCESSORS
 
 NAMESPACE = "graphspec"
@@ -242,9 +243,9 @@ def launcher(op: KernelOp) -> Callable[..., Any]:
     return found
 
 
-def register(op: KernelOp, launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """Register an op's launcher under the op's name and signature; see :func:`operator`."""
-    return operator(op.name, launcher, op.signature)
+def register(launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """Register the launcher of the op of its name, with the op's signature; see :func:`operator`."""
+    return operator(launcher.__name__, launcher, op_of(launcher.__name__).signature)
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..formulas import rms_norm, silu_mul
-from ..op import KernelOp
+from ..op import kernel_op
 
 
 class ResidualStream(NamedTuple):
@@ -38,6 +38,7 @@ def stream_rows(x: Hidden, begin: int, end: int) -> Hidden:
     return x[:, begin:end]
 
 
+@kernel_op(native="native", exact=False)
 def linear(
     x: Hidden,
     weight: Tensor,
@@ -82,6 +83,3 @@ def finish(out: Tensor, residual: Hidden | None, gated: bool, float32: bool) -> 
     # float64 appears in oracles only
     out = out.float() if float32 and out.element_size() < 4 else out
     return ResidualStream(out) if isinstance(residual, ResidualStream) else out
-
-
-OP = KernelOp(linear, native="native", exact=False)

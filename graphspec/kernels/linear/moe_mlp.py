@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from ..formulas import silu_mul
-from ..op import Int64, KernelOp
+from ..op import Int64, kernel_op
 
 
+@kernel_op(exact=False)
 def moe_mlp(x_TH: Tensor, index_TK: Int64, weight_TK: Tensor, gate_up_EFH: Tensor, down_EHF: Tensor) -> Tensor:
     """``sum over k of weight[t, k] * down[e](silu(gate[e] x[t]) * (up[e] x[t]))`` with ``e = index[t, k]``, in order of k.
 
@@ -49,6 +50,3 @@ def moe_mlp(x_TH: Tensor, index_TK: Int64, weight_TK: Tensor, gate_up_EFH: Tenso
 
 def _squared_relu(x: Tensor) -> Tensor:
     return torch.relu(x).square()
-
-
-OP = KernelOp(moe_mlp, exact=False)

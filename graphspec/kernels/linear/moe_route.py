@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..op import Bool, KernelOp
+from ..op import Bool, kernel_op
 from ..sampling.topk import stable_topk
 
 NORM_EPS = 1e-20
 """Added to the sum that weights are divided by, as the published code of DeepSeek-V3 does."""
 
 
+@kernel_op(exact=False)
 def moe_route(
     logits_TE: Tensor,
     bias_E: Tensor | None,
@@ -74,6 +75,3 @@ def moe_route(
     if normalize:
         weight_TK = weight_TK / (weight_TK.sum(-1, keepdim=True) + NORM_EPS)
     return torch.where(valid_T[:, None], index_TK, -1), torch.where(valid_T[:, None], weight_TK * scaling, 0.0)
-
-
-OP = KernelOp(moe_route, exact=False)

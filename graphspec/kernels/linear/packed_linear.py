@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..op import KernelOp
+from ..op import kernel_op
 from .linear import Hidden, linear
 from .packed import Packed, dequantise
 
 
+@kernel_op(native="native", exact=False)
 def packed_linear(
     x: Hidden,
     weight: Packed,
@@ -35,6 +36,3 @@ def packed_linear(
     """
     values = dequantise(weight, (x if isinstance(x, Tensor) else x.hidden).dtype)
     return linear(x, values, bias, norm_weight, norm_eps, norm_offset, residual, gated, float32)
-
-
-OP = KernelOp(packed_linear, native="native", exact=False)

@@ -20,6 +20,7 @@ from ..formulas import rms_norm
 from ..linear.linear import Hidden, finish, hidden_of
 from ..linear.packed import Packed
 from ..op import Signature
+from ..registry import op_of
 from .build import load
 from .call import bits, call, dense, require
 from .pack import channels_of, code_of, pack_codes, pack_linear
@@ -152,7 +153,7 @@ def define_op(
         name: of the operator.
         kernel: annotated with plain types and groups of them.
         fake: results for fake tensors, from the flat arguments; default: no results.
-        signature: of an op of the catalog with the kernel's parameters; default: that of the kernel.
+        signature: with the parameters of the kernel; default: that of the kernel.
 
     Returns:
         A function with the signature.
@@ -164,6 +165,11 @@ def define_op(
     _library.impl(name, border.taking_flat(kernel), "CPU")
     torch.library.register_fake(f"graphspec_native::{name}", fake, lib=_library)
     return border.giving_flat(getattr(torch.ops.graphspec_native, name).default)
+
+
+def implement(name: str, kernel: Callable[..., Any], fake: Callable[..., Any] = lambda *_: None) -> Callable[..., Any]:
+    """:func:`define_op` with the signature of the op of that name in the catalog."""
+    return define_op(name, kernel, fake, op_of(name).signature)
 
 
 tree_attention = define_op("tree_attention", _tree_attention, _empty_like_query)

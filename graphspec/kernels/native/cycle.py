@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..groups import Beams, Candidates, Nodes
 from ..op import Written
-from ..tree import draft_topk as draft_topks
-from . import define_op
+from . import define_op, implement
 from .call import call, dense, require, require_slots
 
 
@@ -63,7 +62,7 @@ def _marginal_pool(increment_BSK: Tensor, next_BSK: Tensor, lane_row_B: Tensor, 
     call("marginal_pool", (*read, *candidates), *increment_BSK.shape)
 
 
-draft_topk = define_op("draft_topk", _top_rows, _top_shape, draft_topks.OP.signature)
+draft_topk = implement("draft_topk", _top_rows, _top_shape)
 """The op of this name in C++, as below."""
 draft_level = define_op("draft_level", _draft_level)
 marginal_pool = define_op("marginal_pool", _marginal_pool)

@@ -12,18 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..recurrent import conv_shift as shifts
-from ..recurrent import delta_chunk as chunks
-from ..recurrent import delta_scan as scans
-from ..recurrent import delta_solve as solves
-from ..recurrent import delta_walk as walks
-from ..recurrent import ssm_chunk as ssm_chunks
-from ..recurrent import ssm_dual as ssm_duals
-from ..recurrent import ssm_scan as ssm_scans
-from ..recurrent import ssm_walk as ssm_walks
-from ..recurrent import state_commit as commits
-from ..recurrent import tree_conv as convs
-from . import define_op
+from . import implement
 from .call import call, dense, require, require_slots
 
 _float32 = torch.float32
@@ -123,15 +112,15 @@ def _ssm_shape(mixed: Tensor, gate: Tensor, skip: Tensor, *rest: Any) -> Tensor:
     return _delta_shape(mixed, gate, *rest)
 
 
-tree_conv = define_op("tree_conv", _tree_conv, _like_first, convs.OP.signature)
+tree_conv = implement("tree_conv", _tree_conv, _like_first)
 """The op of this name in C++, as those below."""
-conv_shift = define_op("conv_shift", _conv_shift, signature=shifts.OP.signature)
-delta_walk = define_op("delta_walk", _delta_walk, _delta_shape, walks.OP.signature)
-delta_solve = define_op("delta_solve", _delta_walk, _delta_shape, solves.OP.signature)
-delta_scan = define_op("delta_scan", _delta_scan, _delta_shape, scans.OP.signature)
-delta_chunk = define_op("delta_chunk", _delta_scan, _delta_shape, chunks.OP.signature)
-ssm_walk = define_op("ssm_walk", _ssm_walk, _ssm_shape, ssm_walks.OP.signature)
-ssm_dual = define_op("ssm_dual", _ssm_walk, _ssm_shape, ssm_duals.OP.signature)
-ssm_scan = define_op("ssm_scan", _ssm_scan, _ssm_shape, ssm_scans.OP.signature)
-ssm_chunk = define_op("ssm_chunk", _ssm_scan, _ssm_shape, ssm_chunks.OP.signature)
-state_commit = define_op("state_commit", _state_commit, signature=commits.OP.signature)
+conv_shift = implement("conv_shift", _conv_shift)
+delta_walk = implement("delta_walk", _delta_walk, _delta_shape)
+delta_solve = implement("delta_solve", _delta_walk, _delta_shape)
+delta_scan = implement("delta_scan", _delta_scan, _delta_shape)
+delta_chunk = implement("delta_chunk", _delta_scan, _delta_shape)
+ssm_walk = implement("ssm_walk", _ssm_walk, _ssm_shape)
+ssm_dual = implement("ssm_dual", _ssm_walk, _ssm_shape)
+ssm_scan = implement("ssm_scan", _ssm_scan, _ssm_shape)
+ssm_chunk = implement("ssm_chunk", _ssm_scan, _ssm_shape)
+state_commit = implement("state_commit", _state_commit)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..sampling import filter_logits as filters
-from ..sampling import noise
-from . import define_op
+from . import define_op, implement
 from .call import call, dense, require
 
 
@@ -21,7 +19,7 @@ def _noise_shape(seed_B: Tensor, position_BT: Tensor, token_V: Tensor) -> Tensor
     return seed_B.new_empty((*position_BT.shape, token_V.shape[0]), dtype=torch.float32)
 
 
-gumbel_noise = define_op("gumbel_noise", _gumbel_noise, _noise_shape, noise.OP.signature)
+gumbel_noise = implement("gumbel_noise", _gumbel_noise, _noise_shape)
 """The op of this name in C++."""
 
 
@@ -32,7 +30,7 @@ def _filter_logits(logits_BTV: Tensor, temperature_B: Tensor, top_k_B: Tensor, t
     return out
 
 
-filter_logits = define_op("filter_logits", _filter_logits, lambda logits, *_: logits.new_empty(logits.shape), filters.OP.signature)
+filter_logits = implement("filter_logits", _filter_logits, lambda logits, *_: logits.new_empty(logits.shape))
 """The op of this name in C++."""
 
 

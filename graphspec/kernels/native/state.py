@@ -8,17 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..attention import kv_move as moves
-from ..attention import page_feature_write as page_features
 from ..groups import Lanes, Limits, Nodes, Penalties, Progress, RowRequest, Run, Truncation, Window
-from ..tree import chain_layout as chain
-from ..tree import commit_rows as commits
-from ..tree import draft_window as windows
-from ..tree import mail_apply as mails
-from ..tree import take_last as lasts
-from ..tree import tree_walk as walks
-from ..tree import verify_rows as verifies
-from . import define_op
+from . import implement
 from .call import call, dense, require, require_slots
 
 _int32, _int64 = torch.int32, torch.int64
@@ -166,13 +157,13 @@ def _commit_rows(
     )
 
 
-mail_apply = define_op("mail_apply", _mail_apply, signature=mails.OP.signature)
+mail_apply = implement("mail_apply", _mail_apply)
 """The op of this name in C++, as those below."""
-draft_window = define_op("draft_window", _draft_window, _window_shape, windows.OP.signature)
-take_last = define_op("take_last", _take_last, signature=lasts.OP.signature)
-chain_layout = define_op("chain_layout", _chain_layout, signature=chain.OP.signature)
-verify_rows = define_op("verify_rows", _verify_rows, _verify_shape, verifies.OP.signature)
-tree_walk = define_op("tree_walk", _tree_walk, signature=walks.OP.signature)
-kv_move = define_op("kv_move", _kv_move, signature=moves.OP.signature)
-page_feature_write = define_op("page_feature_write", _page_feature_write, signature=page_features.OP.signature)
-commit_rows = define_op("commit_rows", _commit_rows, signature=commits.OP.signature)
+draft_window = implement("draft_window", _draft_window, _window_shape)
+take_last = implement("take_last", _take_last)
+chain_layout = implement("chain_layout", _chain_layout)
+verify_rows = implement("verify_rows", _verify_rows, _verify_shape)
+tree_walk = implement("tree_walk", _tree_walk)
+kv_move = implement("kv_move", _kv_move)
+page_feature_write = implement("page_feature_write", _page_feature_write)
+commit_rows = implement("commit_rows", _commit_rows)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..op import Bool, Int64, KernelOp, Written
+from ..op import Bool, Int64, Written, kernel_op
 
 
+@kernel_op(native="native.recurrent")
 def conv_shift(
     input_UBTE: Tensor,
     column_RUOE: Written[Tensor],
@@ -44,6 +45,3 @@ def conv_shift(
     new_BUOE = input_UBTE.gather(2, index_UBOE).transpose(0, 1)
     kept_BUOE = old_BUOE.gather(2, place_BO.clamp(max=columns - 1)[:, None, :, None].expand(lanes, layers, columns, channels))
     column_RUOE[:, layer : layer + layers].index_copy_(0, lane_row_B, torch.where(on_path_BO[:, None, :, None], new_BUOE, kept_BUOE))
-
-
-OP = KernelOp(conv_shift, native="native.recurrent")

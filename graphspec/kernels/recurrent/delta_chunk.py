@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..op import Bool, Int64, KernelOp, Written
+from ..op import Bool, Int64, Written, kernel_op
 from .delta_rule import delta_solve_block, delta_tokens
 from .state_runs import run_blocks
 from .state_tokens import rows_of
 
 
+@kernel_op(native="native.recurrent", exact=False)
 def delta_chunk(
     mixed_BTE: Tensor,
     gate_BTG: Tensor,
@@ -37,6 +38,3 @@ def delta_chunk(
     state_BHKV, out_BTHV = run_blocks(delta_solve_block, start_BHKV, tokens, length_B)
     matrix_RUHKV[:, layer].index_copy_(0, lane_row_B, state_BHKV)
     return out_BTHV.to(mixed_BTE.dtype)
-
-
-OP = KernelOp(delta_chunk, native="native.recurrent", exact=False)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..op import Bool, Int64, KernelOp, Written
+from ..op import Bool, Int64, Written, kernel_op
 from .delta_rule import delta_tokens, delta_update
 from .state_runs import scan_run
 from .state_tokens import rows_of
 
 
+@kernel_op(native="native.recurrent", exact=False)
 def delta_scan(
     mixed_BTE: Tensor,
     gate_BTG: Tensor,
@@ -41,6 +42,3 @@ def delta_scan(
     state_BHKV, out_BTHV = scan_run(delta_update, start_BHKV, tokens, length_B)
     matrix_RUHKV[:, layer].index_copy_(0, lane_row_B, state_BHKV)
     return out_BTHV.to(mixed_BTE.dtype)
-
-
-OP = KernelOp(delta_scan, native="native.recurrent", exact=False)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..op import Int64, KernelOp
+from ..op import Int64, kernel_op
 from .delta_rule import delta_solve_block, delta_tokens
 from .state_tokens import ancestor_matrix, rows_of
 
 
+@kernel_op(native="native.recurrent", exact=False)
 def delta_solve(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Int64, ancestors_BTX: Int64) -> Tensor:
     """What ``delta_walk`` computes, by matrix products and one triangular system per head and lane.
 
@@ -29,6 +30,3 @@ def delta_solve(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer
     tokens = delta_tokens(mixed_BTE, gate_BTG, heads, key_dim, value_dim).masked(used_BT)
     read_BTHV = delta_solve_block(rows_of(matrix_RUHKV, layer, lane_row_B, None), tokens, before_BTT)[0]
     return torch.where(used_BT[..., None, None], read_BTHV, 0.0).to(mixed_BTE.dtype)
-
-
-OP = KernelOp(delta_solve, native="native.recurrent", exact=False)

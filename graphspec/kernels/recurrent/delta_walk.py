@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..op import Int64, KernelOp
+from ..op import Int64, kernel_op
 from .delta_rule import delta_tokens, delta_update
 from .state_runs import walk_tree
 from .state_tokens import rows_of
 
 
+@kernel_op(native="native.recurrent", exact=False)
 def delta_walk(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Int64, ancestors_BTX: Int64) -> Tensor:
     """What every node reads after its own ancestors and itself have updated its row's state, one after the other.
 
@@ -34,6 +35,3 @@ def delta_walk(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer:
     tokens = delta_tokens(mixed_BTE, gate_BTG, heads, key_dim, value_dim)
     start_BHKV = rows_of(matrix_RUHKV, layer, lane_row_B, None)
     return walk_tree(delta_update, start_BHKV, tokens, ancestors_BTX).to(mixed_BTE.dtype)
-
-
-OP = KernelOp(delta_walk, native="native.recurrent", exact=False)

@@ -6,12 +6,13 @@ from functools import partial
 
 from torch import Tensor
 
-from ..op import Bool, Int64, KernelOp, Written
+from ..op import Bool, Int64, Written, kernel_op
 from .ssm_rule import ssm_block, ssm_tokens
 from .state_runs import run_blocks
 from .state_tokens import rows_of
 
 
+@kernel_op(native="native.recurrent", exact=False)
 def ssm_chunk(
     mixed_BTE: Tensor,
     gate_BTG: Tensor,
@@ -38,6 +39,3 @@ def ssm_chunk(
     state_BHKV, out_BTHV = run_blocks(partial(ssm_block, skip_H), start_BHKV, tokens, length_B)
     matrix_RUHKV[:, layer].index_copy_(0, lane_row_B, state_BHKV)
     return out_BTHV.to(mixed_BTE.dtype)
-
-
-OP = KernelOp(ssm_chunk, native="native.recurrent", exact=False)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..op import Int64, KernelOp
+from ..op import Int64, kernel_op
 from .ssm_rule import ssm_block, ssm_tokens
 from .state_tokens import ancestor_matrix, rows_of
 
 
+@kernel_op(native="native.recurrent", exact=False)
 def ssm_dual(
     mixed_BTE: Tensor, gate_BTG: Tensor, skip_H: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Int64, ancestors_BTX: Int64
 ) -> Tensor:
@@ -30,6 +31,3 @@ def ssm_dual(
     tokens = ssm_tokens(mixed_BTE, gate_BTG, *matrix_RUHKV.shape[2:]).masked(used_BT)
     read_BTHV = ssm_block(skip_H, rows_of(matrix_RUHKV, layer, lane_row_B, None), tokens, before_BTT)[0]
     return torch.where(used_BT[..., None, None], read_BTHV, 0.0).to(mixed_BTE.dtype)
-
-
-OP = KernelOp(ssm_dual, native="native.recurrent", exact=False)

@@ -6,12 +6,13 @@ from functools import partial
 
 from torch import Tensor
 
-from ..op import Bool, Int64, KernelOp, Written
+from ..op import Bool, Int64, Written, kernel_op
 from .ssm_rule import ssm_tokens, ssm_update
 from .state_runs import scan_run
 from .state_tokens import rows_of
 
 
+@kernel_op(native="native.recurrent", exact=False)
 def ssm_scan(
     mixed_BTE: Tensor,
     gate_BTG: Tensor,
@@ -43,6 +44,3 @@ def ssm_scan(
     state_BHKV, out_BTHV = scan_run(partial(ssm_update, skip_H), start_BHKV, tokens, length_B)
     matrix_RUHKV[:, layer].index_copy_(0, lane_row_B, state_BHKV)
     return out_BTHV.to(mixed_BTE.dtype)
-
-
-OP = KernelOp(ssm_scan, native="native.recurrent", exact=False)

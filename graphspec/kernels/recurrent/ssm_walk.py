@@ -6,12 +6,13 @@ from functools import partial
 
 from torch import Tensor
 
-from ..op import Int64, KernelOp
+from ..op import Int64, kernel_op
 from .ssm_rule import ssm_tokens, ssm_update
 from .state_runs import walk_tree
 from .state_tokens import rows_of
 
 
+@kernel_op(native="native.recurrent", exact=False)
 def ssm_walk(
     mixed_BTE: Tensor, gate_BTG: Tensor, skip_H: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Int64, ancestors_BTX: Int64
 ) -> Tensor:
@@ -36,6 +37,3 @@ def ssm_walk(
     tokens = ssm_tokens(mixed_BTE, gate_BTG, *matrix_RUHKV.shape[2:])
     start_BHKV = rows_of(matrix_RUHKV, layer, lane_row_B, None)
     return walk_tree(partial(ssm_update, skip_H), start_BHKV, tokens, ancestors_BTX).to(mixed_BTE.dtype)
-
-
-OP = KernelOp(ssm_walk, native="native.recurrent", exact=False)

@@ -7,13 +7,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..op import Int64, KernelOp, Written
+from ..op import Int64, Written, kernel_op
 from .delta_rule import delta_tokens, delta_update
 from .ssm_rule import ssm_tokens, ssm_update
 from .state_runs import scan_run
 from .tree_conv import convolved
 
 
+@kernel_op(native="native.recurrent", exact=False)
 def state_commit(
     input_UBTE: Tensor,
     gate_UBTG: Tensor,
@@ -59,6 +60,3 @@ def state_commit(
     start = matrix_RUHKV[lane_row_B].transpose(0, 1).flatten(0, 1)
     state, _ = scan_run(update, start, tokens, length_B.repeat(layers))
     matrix_RUHKV.index_copy_(0, lane_row_B, state.unflatten(0, (layers, lanes)).transpose(0, 1))
-
-
-OP = KernelOp(state_commit, native="native.recurrent", exact=False)

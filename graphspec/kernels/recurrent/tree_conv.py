@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..op import Bool, Int64, KernelOp
+from ..op import Bool, Int64, kernel_op
 from .state_tokens import rows_of
 
 
+@kernel_op(native="native.recurrent", exact=False)
 def tree_conv(
     input_BTE: Tensor,
     column_RUOE: Tensor,
@@ -60,6 +61,3 @@ def convolved(taps: Sequence[Tensor], weight_EO: Tensor, bias_E: Tensor | None) 
         out = out + x.to(wide) * weight_EO[..., tap].to(wide)
     out = out if bias_E is None else out + bias_E.to(wide)
     return F.silu(out.to(taps[0].dtype))
-
-
-OP = KernelOp(tree_conv, native="native.recurrent", exact=False)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..op import Int64, KernelOp
+from ..op import Int64, kernel_op
 
 MASS_BITS = 40
 """Weights count as integers in units of ``2^-40`` of the largest: their sums are exact, whatever the order of summation."""
 
 
+@kernel_op(native="native.sampling")
 def filter_logits(logits_BTV: Tensor, temperature_B: Tensor, top_k_B: Int64, top_p_B: Tensor, min_p_B: Tensor) -> Tensor:
     """-inf where a token is filtered out of ``softmax(logits / temperature)``; rows at temperature 0 come back as they are.
 
@@ -63,6 +64,3 @@ def filter_logits(logits_BTV: Tensor, temperature_B: Tensor, top_k_B: Int64, top
     least_BT1 = torch.maximum(torch.maximum(least_k_BT1, least_p_BT1), least_m_BT1)
     kept_BTV = torch.where(finite_BTV >= least_BT1, finite_BTV, -torch.inf)
     return torch.where((temperature_B > 0)[:, None, None], kept_BTV, logits_BTV)
-
-
-OP = KernelOp(filter_logits, native="native.sampling")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..op import Int64, KernelOp
+from ..op import Int64, kernel_op
 
 MASK32 = 0xFFFFFFFF
 KEY_A, KEY_B = 0x9E3779B9, 0x7F4A7C15
@@ -67,6 +67,7 @@ def counter_hash(seed_B: Tensor, position_BT: Tensor, token_V: Tensor) -> Tensor
     return mix32((first_BTV + b_BT[..., None]) & MASK32)
 
 
+@kernel_op(native="native.sampling", fused="noise:OP", exact=False)
 def gumbel_noise(seed_B: Int64, position_BT: Int64, token_V: Int64) -> Tensor:
     """Gumbel(0, 1) noise for sampling by argmax: ``argmax(logits + T * g)`` draws from ``softmax(logits / T)``.
 
@@ -82,6 +83,3 @@ def gumbel_noise(seed_B: Int64, position_BT: Int64, token_V: Int64) -> Tensor:
     bits_BTV = counter_hash(seed_B, position_BT, token_V)
     uniform_BTV = ((bits_BTV.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=BELOW_ONE)
     return -torch.log(-torch.log1p(-uniform_BTV))
-
-
-OP = KernelOp(gumbel_noise, native="native.sampling", fused="noise:OP", exact=False)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..op import Int64, KernelOp
+from ..op import Int64, kernel_op
 from .filter_logits import filter_logits
 from .noise import gumbel_noise
 
 
+@kernel_op(native="native.sampling")
 def sample_tokens(
     logits_BTV: Tensor, temperature_B: Tensor | None, seed_B: Int64 | None, position_BT: Int64 | None, top_k_B: Int64 | None,
     top_p_B: Tensor | None, min_p_B: Tensor | None, strict: bool,
@@ -50,6 +51,3 @@ def sample_tokens(
     temperature_B11 = temperature_B[:, None, None]
     noise_BTV = gumbel_noise(seed_B, position_BT, torch.arange(logits_BTV.shape[-1], device=logits_BTV.device))
     return torch.where(temperature_B11 > 0, key_BTV + temperature_B11 * noise_BTV, key_BTV).argmax(-1), finite_BT
-
-
-OP = KernelOp(sample_tokens, native="native.sampling")

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from ..groups import Nodes
-from ..op import Int64, KernelOp, Written
+from ..op import Int64, Written, kernel_op
 from .tree_build import causal_words, window_root
 
 
+@kernel_op(native="native.state")
 def chain_layout(
     score_BM: Tensor | None,
     token_BM: Int64 | None,
@@ -39,6 +40,3 @@ def chain_layout(
     node_parent_BN.copy_((node_N - 1).expand_as(node_parent_BN))
     node_depth_BN.copy_(node_N.expand_as(node_depth_BN))
     node_ancestors_BNX.copy_(causal_words(count, words, lane_row_B.device).expand_as(node_ancestors_BNX))
-
-
-OP = KernelOp(chain_layout, native="native.state")

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from ..groups import Progress, Run, Window
-from ..op import Int32, Int64, KernelOp, Written
+from ..op import Int32, Int64, Written, kernel_op
 
 RING_HEADER = 2
 """Words of a lane in the ring before its tokens: how many there are, and the row's status."""
 
 
+@kernel_op(native="native.state")
 def commit_rows(
     lane_row_B: Int64,
     run: Run,
@@ -116,6 +117,3 @@ def commit_rows(
     seq_len_R.index_copy_(0, rows, seq_len_R[rows] + accept_len_B)
     budget_R.index_copy_(0, rows, budget_R[rows] - accept_len_B)
     status_R.index_copy_(0, rows, outcome_B)
-
-
-OP = KernelOp(commit_rows, native="native.state")

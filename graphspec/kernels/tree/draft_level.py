@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from ..groups import Beams, Candidates
-from ..op import Int64, KernelOp, Written
+from ..op import Int64, Written, kernel_op
 from ..sampling.topk import stable_topk
 from .draft_window import LIVE
 from .tree_build import bit_words
 
 
+@kernel_op(native="native.cycle")
 def draft_level(
     increment_BEK: Tensor,
     next_BEK: Int64,
@@ -99,6 +100,3 @@ def draft_level(
         beam_position_BK.copy_((seq_B + level - shift)[:, None].expand(lanes, topk))
         beam_end_B.copy_(seq_B + 1)
         next_position_B.copy_(seq_B + 1 + level)
-
-
-OP = KernelOp(draft_level, native="native.cycle")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..op import Int64, KernelOp
+from ..op import Int64, kernel_op
 from ..sampling.noise import gumbel_noise
 from ..sampling.topk import stable_topk
 
 
+@kernel_op(native="native.cycle", exact=False)
 def draft_topk(
     logits_BTVd: Tensor, topk: int, target_token_Vd: Int64 | None, seed_B: Int64 | None, position_B: Int64 | None,
     temperature_B: Tensor | None,
@@ -50,6 +51,3 @@ def draft_topk(
     total_BT1 = torch.exp(key_BTVd - peak_BT1).sum(-1, keepdim=True)
     logprob_BTK = torch.where(value_BTK == -torch.inf, -torch.inf, value_BTK - peak_BT1 - torch.log(total_BT1))
     return logprob_BTK, index_BTK if target_token_Vd is None else target_token_Vd[index_BTK]
-
-
-OP = KernelOp(draft_topk, native="native.cycle", exact=False)

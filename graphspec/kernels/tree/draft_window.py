@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from ..groups import Window
-from ..op import Int64, KernelOp
+from ..op import Int64, kernel_op
 from .tree_build import causal_words
 
 LIVE = 1
 """``status_R`` of a row that decodes (:class:`graphspec.plan.buffers.Status`)."""
 
 
+@kernel_op(native="native.state")
 def draft_window(
     lane_row_B: Int64,
     status_R: Int64,
@@ -72,6 +73,3 @@ def draft_window(
     slot_BU = begin_B[:, None] + entry_U
     words_BUX = causal_words(entries, num_words, lane_row_B.device).expand(lanes, -1, -1).masked_fill(~valid_BU[..., None], 0)
     return token_BU, valid_BU, slot_BU, slot_BU - shift, begin_B, words_BUX, known_B, seq_B + 1, feature_BUF
-
-
-OP = KernelOp(draft_window, native="native.state")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..groups import Lanes, Penalties, RowRequest, Truncation
-from ..op import Int64, KernelOp, Written
+from ..op import Int64, Written, kernel_op
 
 FREE = 0
 """``status_R`` of a free row (:class:`graphspec.plan.buffers.Status`)."""
@@ -19,6 +19,7 @@ def _floats(words: Tensor) -> Tensor:
     return words.to(torch.int32).view(torch.float32)
 
 
+@kernel_op(native="native.state")
 def mail_apply(
     mail: Int64,
     lanes_at: int,
@@ -83,6 +84,3 @@ def mail_apply(
         frequency_R.index_copy_(0, to, _floats(join_JW[:, 10]))
         output_count_RV.index_fill_(0, to, 0)
         prompt_seen_RV.index_fill_(0, to, 0)
-
-
-OP = KernelOp(mail_apply, native="native.state")

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from ..groups import Candidates
-from ..op import Int64, KernelOp, Written
+from ..op import Int64, Written, kernel_op
 from ..sampling.topk import stable_topk
 from .draft_window import LIVE
 
 
+@kernel_op(native="native.cycle")
 def marginal_pool(increment_BSK: Tensor, next_BSK: Int64, lane_row_B: Int64, status_R: Int64, candidates: Written[Candidates]) -> None:
     """Fill the pool level by level from the K best tokens of every depth; no network runs between the levels.
 
@@ -49,6 +50,3 @@ def marginal_pool(increment_BSK: Tensor, next_BSK: Int64, lane_row_B: Int64, sta
             beam_BE, chosen_BE = stable_topk(child_BC, topk)
             above_BE = begin + chosen_BE
         begin = end
-
-
-OP = KernelOp(marginal_pool, native="native.cycle")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..groups import Candidates
-from ..op import Int64, KernelOp, Written
+from ..op import Int64, Written, kernel_op
 from .draft_window import LIVE
 
 PATH_COST = 4
@@ -27,6 +27,7 @@ def _suffix_match(history_BT: Tensor, last_B: Tensor, max_match: int) -> Tensor:
     return matched_BT
 
 
+@kernel_op()
 def ngram_match(
     history_RL: Int64,
     lane_row_B: Int64,
@@ -112,6 +113,3 @@ def match_rows(
     token_BKS, parent_BKS = torch.where(used_BKS, path_BKS, -1), torch.where(used_BKS, above_BKS, -1)
     score_BM, token_BM, parent_BM = (x.transpose(1, 2).flatten(1) for x in (score_BKS, token_BKS, parent_BKS))
     return score_BM, token_BM, parent_BM
-
-
-OP = KernelOp(ngram_match)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..op import Int64, KernelOp
+from ..op import Int64, kernel_op
 from ..sampling.noise import gumbel_noise
 from ..sampling.topk import stable_topk
 
 
+@kernel_op(fused="draft_topk:SHARD_OP", exact=False)
 def shard_topk(
     logits_BTVr: Tensor, topk: int, token_Vr: Int64, temperature_B: Tensor | None, seed_B: Int64 | None, position_BT: Int64 | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -78,6 +79,3 @@ def merge_shards(word_BTW: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor]:
     total_BT1 = (total_BTr * torch.exp(key_BTrK[..., 0] - peak_BT1)).sum(-1, keepdim=True)
     logprob_BTK = torch.where(value_BTK == -torch.inf, -torch.inf, value_BTK - peak_BT1 - torch.log(total_BT1))
     return logprob_BTK, token_BTrK.flatten(-2).gather(-1, index_BTK).long(), (word_BTrW[..., 2 * topk + 1] != 0).all(-1)
-
-
-OP = KernelOp(shard_topk, fused="draft_topk:SHARD_OP", exact=False)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..op import Int64, KernelOp, Written
+from ..op import Int64, Written, kernel_op
 
 
+@kernel_op(native="native.state")
 def take_last(hidden_BTH: Tensor, known_B: Int64, out_BH: Written[Tensor]) -> None:
     """The hidden state of the last valid entry of each lane: ``out[b] = hidden[b, known[b] - 1]``, entry 0 where nothing is valid.
 
@@ -19,6 +20,3 @@ def take_last(hidden_BTH: Tensor, known_B: Int64, out_BH: Written[Tensor]) -> No
     """
     last_B11 = (known_B - 1).clamp(min=0)[:, None, None]
     out_BH.copy_(hidden_BTH.gather(1, last_B11.expand(-1, 1, hidden_BTH.shape[-1])).squeeze(1))
-
-
-OP = KernelOp(take_last, native="native.state")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..groups import Nodes
-from ..op import Int64, KernelOp, Written
+from ..op import Int64, Written, kernel_op
 from ..sampling.topk import stable_topk
 
 
@@ -75,6 +75,7 @@ def tree_build(
     return token_BN, parent_BN, torch.where(used_BN, depth_BN, 0), torch.where(used_BN[..., None], ancestors_BNX, own_NX)
 
 
+@kernel_op(name="tree_build", native="native.cycle")
 def tree_build_into(
     score_BM: Tensor,
     token_BM: Int64,
@@ -108,6 +109,3 @@ def window_root(lane_row_B: Tensor, window_token_RAc: Tensor, window_len_R: Tens
     """The last entry of each lane's window, int64 ``[B]``."""
     last_B1 = (window_len_R[lane_row_B] - 1).clamp(min=0)[:, None]
     return window_token_RAc[lane_row_B].gather(1, last_B1).squeeze(1)
-
-
-OP = KernelOp(tree_build_into, name="tree_build", native="native.cycle")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..groups import Limits, Nodes, Run
-from ..op import Bool, Int64, KernelOp, Written
+from ..op import Bool, Int64, Written, kernel_op
 from .tree_build import bit_words
 
 LIVE, STOPPED, OUT_OF_BUDGET = 0, 1, 2
@@ -72,6 +72,7 @@ def tree_walk(
     return path_BA, accept_len_B, reason_B
 
 
+@kernel_op(name="tree_walk", native="native.state")
 def tree_walk_into(
     nodes: Nodes,
     drawn_BN: Int64,
@@ -119,6 +120,3 @@ def tree_walk_into(
     path_BA.copy_(torch.where(live_B[:, None], found_BA, 0))
     accept_len_B.copy_(torch.where(live_B, torch.minimum(length_B, sound_B), 0))
     outcome_B.copy_(torch.where(failed_B, ROW_FAILED, torch.where(live_B, reason_B + ROW_LIVE, status_B)))
-
-
-OP = KernelOp(tree_walk_into, name="tree_walk", native="native.state")

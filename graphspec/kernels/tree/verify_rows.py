@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..op import Int64, KernelOp
+from ..op import Int64, kernel_op
 from .draft_window import LIVE
 
 
+@kernel_op(native="native.state")
 def verify_rows(
     lane_row_B: Int64, status_R: Int64, seq_len_R: Int64, node_token_BN: Int64, node_depth_BN: Int64, node_ancestors_BNX: Int64
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -32,6 +33,3 @@ def verify_rows(
     slot_BN, position_BN = seq_B[:, None] + node_N, seq_B[:, None] + node_depth_BN
     begin_BN, ancestors_BNX = torch.zeros_like(node_token_BN), node_ancestors_BNX.masked_fill(~valid_BN[..., None], 0)
     return token_BN, valid_BN, slot_BN, position_BN, begin_BN, seq_B, ancestors_BNX
-
-
-OP = KernelOp(verify_rows, native="native.state")

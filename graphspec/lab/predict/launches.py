@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -157,7 +157,7 @@ def record(plan: Plan, target: Decoder, draft: Any, lanes: int, sampling: Sampli
     callables["linear"] = fused_linear(plan.numerics, products=Products(linear, linear_summed, matmul))
     of_codes = Products(packed_linear, packed_linear_summed, matmul_of_codes)
     callables["packed_linear"] = fused_packed_linear(plan.numerics, products=of_codes)
-    kernels = KernelSet(**{one.name: callables[one.name] for one in fields(KernelSet) if one.name in callables})
+    kernels = KernelSet(**callables)
     for network in (target, draft):
         if network is not None:
             use_kernels(network, kernels)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphspec.kernels import OPS
+from graphspec.kernels import op_of
 from graphspec.kernels.fused.launch import INTERPRETED, semaphores
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -18,7 +18,7 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 def functions(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Reference and fused implementation of an op."""
-    op = next(op for op in OPS if op.name == name)
+    op = op_of(name)
     return op.reference, op.implementation("fused")
 
 

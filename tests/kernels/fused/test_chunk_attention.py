@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from graphspec.errors import ConfigError
-from graphspec.kernels.attention.chunk_attention import OP
+from graphspec.kernels import op_of
 from graphspec.kernels.attention.fused import chunk_attention as fused
 from tests.kernels.cases.attention import poison_unseen, random_pool
+
+OP = op_of("chunk_attention")
 
 Case = dict[str, Any]
 

@@ -14,9 +14,8 @@ from graphspec.graphs.compile import compile_stages
 from graphspec.graphs.programs import cycle_stages
 from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.graphs.stages.stage import Build
-from graphspec.kernels import OPS, select_kernels
+from graphspec.kernels import OPS, op_of, select_kernels
 from graphspec.kernels.fused.launch import recording
-from graphspec.kernels.tree.commit_rows import OP
 from graphspec.kernels.tree.fused.commit_rows import CHUNK, commit_rows
 from graphspec.plan.buffers import POISON, Arena
 from graphspec.shapes import GREEDY
@@ -24,6 +23,8 @@ from tests.kernels.cases.tree import commit_case
 from tests.support.tiny import structure_plan, tiny_networks
 
 from ._programs import ORDERS, program_order
+
+OP = op_of("commit_rows")
 
 ROW_STATE = OP.mutates[2:]
 

@@ -9,14 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from graphspec.kernels import op_of
 from graphspec.kernels.fused.launch import INTERPRETED
 from graphspec.kernels.groups import Beams, Candidates
-from graphspec.kernels.tree.draft_level import OP, draft_level
+from graphspec.kernels.tree.draft_level import draft_level
 from graphspec.kernels.tree.draft_window import LIVE
 from graphspec.kernels.tree.fused.draft_level import draft_level as fused
 from graphspec.kernels.tree.mail_apply import FREE
 from graphspec.plan.buffers import POISON, Status
 from tests.kernels.cases import cases_of
+
+OP = op_of("draft_level")
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 INF = math.inf

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from graphspec.kernels.attention.kv_move import OP
+from graphspec.kernels import op_of
 
 from ._programs import ORDERS, program_order
+
+OP = op_of("kv_move")
 
 
 def run(name: str, case: dict[str, Any]) -> torch.Tensor:

@@ -11,15 +11,17 @@ import triton.language as tl
 from torch import Tensor
 
 from graphspec.graphs.stages.mailbox import Join, Mailbox, MailLayout, Message
-from graphspec.kernels import select_kernels
+from graphspec.kernels import op_of, select_kernels
 from graphspec.kernels.fused.launch import INTERPRETED
 from graphspec.kernels.tree.fused import mail_apply as module
 from graphspec.kernels.tree.fused.mail_apply import _lane_table
 from graphspec.kernels.tree.fused.mail_apply import mail_apply as fused
-from graphspec.kernels.tree.mail_apply import OP, mail_apply
+from graphspec.kernels.tree.mail_apply import mail_apply
 from graphspec.plan.buffers import POISON, Arena
 from graphspec.shapes import GREEDY, SamplingClass
 from tests.support.plans import plan as make
+
+OP = op_of("mail_apply")
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 PLAN = make(shape=(3, 3, 10), max_context=64, runtime={"prefill_chunks": [8, 32], "max_stop_ids": 2, "page_size": 1})

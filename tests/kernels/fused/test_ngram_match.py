@@ -11,12 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from graphspec.kernels import op_of
 from graphspec.kernels.fused.launch import INTERPRETED, semaphores
 from graphspec.kernels.groups import Candidates
 from graphspec.kernels.tree.fused import ngram_match as module
-from graphspec.kernels.tree.ngram_match import OP, match_rows
+from graphspec.kernels.tree.ngram_match import match_rows
 from graphspec.plan.buffers import POISON, Status
 from tests.kernels.test_ngram_match import as_entries, best_paths, pool_of, problems
+
+OP = op_of("ngram_match")
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 

@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphspec.errors import ConfigError
+from graphspec.kernels import op_of
 from graphspec.kernels.op import KernelOp
-from graphspec.kernels.tree.chain_layout import OP as CHAIN
-from graphspec.kernels.tree.tree_build import OP
 from tests.kernels.cases import cases_of
 from tests.kernels.cases.tree import candidate_pool, node_slots, window_case
+
+CHAIN = op_of("chain_layout")
+OP = op_of("tree_build")
 
 NODE_SLOTS = OP.mutates
 

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from graphspec.kernels import op_of
 from graphspec.kernels.tree.tree_build import tree_build
-from graphspec.kernels.tree.tree_walk import LIVE, OP, OUT_OF_BUDGET, ROW_FAILED, ROW_LIVE, STOPPED
+from graphspec.kernels.tree.tree_walk import LIVE, OUT_OF_BUDGET, ROW_FAILED, ROW_LIVE, STOPPED
 from graphspec.plan.buffers import POISON, Status
 from tests.kernels.cases.tree import candidate_pool
 
 from ._programs import ORDERS, program_order
+
+OP = op_of("tree_walk")
 
 NODES = ("node_token_BN", "node_parent_BN", "node_depth_BN", "node_ancestors_BNX")
 ROWS = ("status_R", "seq_len_R", "draft_len_R", "budget_R", "stop_id_RE")

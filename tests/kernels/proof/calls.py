@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from graphspec.kernels import OPS
+from graphspec.kernels import op_of
 from graphspec.kernels.fused.launch import launcher
 
 
@@ -27,5 +27,5 @@ class AotCase:
 
 def aot_case(name: str, op_name: str, sizes: Mapping[str, int], **given: Any) -> AotCase:
     """A call of an op's launcher with these sizes; see :meth:`graphspec.kernels.op.KernelOp.without_data`."""
-    op = next(op for op in OPS if op.name == op_name)
+    op = op_of(op_name)
     return AotCase(name, launcher(op), lambda: op.signature.gather(op.without_data(sizes, **given)))

@@ -17,7 +17,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused._partials import capped, sink_weight
 from ...fused.launch import launch, register
-from ..chunk_attention import OP as CONTRACT
 from .tree_attention import check_dtypes, score_factors
 
 
@@ -149,4 +148,4 @@ def chunk_attention(
     return out
 
 
-OP = register(CONTRACT, chunk_attention)
+OP = register(chunk_attention)

@@ -8,7 +8,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused.launch import launch, register
-from ..kv_move import OP as CONTRACT
 
 TILE = 4096
 """Elements per program: all rows of a lane, and as many of their channels as fit."""
@@ -62,4 +61,4 @@ def kv_move(
     )  # fmt: skip
 
 
-OP = register(CONTRACT, kv_move)
+OP = register(kv_move)

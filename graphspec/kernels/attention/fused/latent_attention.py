@@ -25,8 +25,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ....errors import ConfigError
 from ...fused.launch import launch, register
-from ..latent_attention import OP as CONTRACT
-from ..latent_chunk_attention import OP as CHUNK_CONTRACT
 
 SPLIT = 256
 """Fewest slots of a split; doubled until :data:`SPLITS` splits cover a lane."""
@@ -325,5 +323,5 @@ def latent_chunk_attention(
     return _attend(query_latent_BTQL, query_rope_BTQR, latent_pool, layer, table_BP, prefix_begin_BT, slot_BT, valid_BT, None, scale)
 
 
-OP = register(CONTRACT, latent_attention)
-CHUNK_OP = register(CHUNK_CONTRACT, latent_chunk_attention)
+OP = register(latent_attention)
+CHUNK_OP = register(latent_chunk_attention)

@@ -8,7 +8,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused.launch import launch, register
-from ..latent_kv_write import OP as CONTRACT
 
 HEADS = 16
 """Query heads that one program rotates."""
@@ -97,4 +96,4 @@ def latent_kv_write(
     return out
 
 
-OP = register(CONTRACT, latent_kv_write)
+OP = register(latent_kv_write)

@@ -8,7 +8,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused.launch import launch, register
-from ..page_feature_write import OP as CONTRACT
 
 BLOCK = 2048
 """Channels of a feature row copied by one program."""
@@ -57,4 +56,4 @@ def page_feature_write(
     )  # fmt: skip
 
 
-OP = register(CONTRACT, page_feature_write)
+OP = register(page_feature_write)

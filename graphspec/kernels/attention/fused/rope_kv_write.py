@@ -9,7 +9,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused.launch import launch, register
-from ..rope_kv_write import OP as CONTRACT
 
 HEADS_PER_PROGRAM = 8
 
@@ -140,4 +139,4 @@ def rope_kv_write(
     return out
 
 
-OP = register(CONTRACT, rope_kv_write)
+OP = register(rope_kv_write)

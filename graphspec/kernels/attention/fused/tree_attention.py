@@ -33,7 +33,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ....errors import ConfigError
 from ...fused import _partials as partials
 from ...fused.launch import INTERPRETED, launch, multiprocessors, register, semaphores
-from ..tree_attention import OP as CONTRACT
 
 RUN, STRETCH = 1024, 8192
 """Slots of a run and of a stretch; the result's bits depend on them."""
@@ -376,4 +375,4 @@ def tree_attention(
     return out
 
 
-OP = register(CONTRACT, tree_attention)
+OP = register(tree_attention)

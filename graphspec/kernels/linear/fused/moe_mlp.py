@@ -16,7 +16,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused.launch import launch, register, semaphores
-from ..moe_mlp import OP as CONTRACT
 
 SCANNED = 512
 """Most choices (tokens x experts per token) that programs scan themselves."""
@@ -199,4 +198,4 @@ def moe_mlp(x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up_EFH: Tens
     return out
 
 
-OP = register(CONTRACT, moe_mlp)
+OP = register(moe_mlp)

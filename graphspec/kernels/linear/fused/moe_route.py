@@ -10,7 +10,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused.launch import launch, register
 from ..moe_route import NORM_EPS
-from ..moe_route import OP as CONTRACT
 
 
 @triton.jit
@@ -110,4 +109,4 @@ def moe_route(
     return index, weight
 
 
-OP = register(CONTRACT, moe_route)
+OP = register(moe_route)

@@ -9,7 +9,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused.launch import launch, register
-from ..conv_shift import OP as CONTRACT
 
 BLOCK = 512
 """Channels per program."""
@@ -68,4 +67,4 @@ def conv_shift(
     )  # fmt: skip
 
 
-OP = register(CONTRACT, conv_shift)
+OP = register(conv_shift)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...fused.launch import register
-from ..delta_scan import OP as CONTRACT
 from ._run_states import scan_tokens
 
 
@@ -21,4 +20,4 @@ def delta_scan(
     return scan_tokens(mixed_BTE, gate_BTG, None, matrix_RUHKV, layer, lane_row_B, length_B, fresh_B)
 
 
-OP = register(CONTRACT, delta_scan)
+OP = register(delta_scan)

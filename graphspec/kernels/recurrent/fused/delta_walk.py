@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...fused.launch import register
-from ..delta_walk import OP as CONTRACT
 from ._tree_states import walk_nodes
 
 
@@ -13,4 +12,4 @@ def delta_walk(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer:
     return walk_nodes(mixed_BTE, gate_BTG, None, matrix_RUHKV, layer, lane_row_B, ancestors_BTX)
 
 
-OP = register(CONTRACT, delta_walk)
+OP = register(delta_walk)

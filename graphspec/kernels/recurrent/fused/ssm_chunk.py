@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...fused.launch import register
-from ..ssm_chunk import OP as CONTRACT
 from ._run_states import block_tokens
 
 
@@ -22,4 +21,4 @@ def ssm_chunk(
     return block_tokens(mixed_BTE, gate_BTG, skip_H, matrix_RUHKV, layer, lane_row_B, length_B, fresh_B)
 
 
-OP = register(CONTRACT, ssm_chunk)
+OP = register(ssm_chunk)

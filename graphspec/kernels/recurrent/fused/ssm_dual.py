@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...fused.launch import register
-from ..ssm_dual import OP as CONTRACT
 from ._tree_states import block_nodes
 
 
@@ -15,4 +14,4 @@ def ssm_dual(
     return block_nodes(mixed_BTE, gate_BTG, skip_H, matrix_RUHKV, layer, lane_row_B, ancestors_BTX)
 
 
-OP = register(CONTRACT, ssm_dual)
+OP = register(ssm_dual)

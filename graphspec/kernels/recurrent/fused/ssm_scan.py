@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...fused.launch import register
-from ..ssm_scan import OP as CONTRACT
 from ._run_states import scan_tokens
 
 
@@ -22,4 +21,4 @@ def ssm_scan(
     return scan_tokens(mixed_BTE, gate_BTG, skip_H, matrix_RUHKV, layer, lane_row_B, length_B, fresh_B)
 
 
-OP = register(CONTRACT, ssm_scan)
+OP = register(ssm_scan)

@@ -7,7 +7,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ...fused.launch import launch, register
-from ..state_commit import OP as CONTRACT
 from ._convolution import activated, add_tap
 from ._states import head_sizes, head_state, own_columns, state_tile, token_places
 from .delta_rule import delta_change
@@ -94,4 +93,4 @@ def state_commit(
     )  # fmt: skip
 
 
-OP = register(CONTRACT, state_commit)
+OP = register(state_commit)

@@ -9,7 +9,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused.launch import launch, register
-from ..tree_conv import OP as CONTRACT
 from ._convolution import activated, add_tap
 
 BLOCK = 1024
@@ -77,4 +76,4 @@ def tree_conv(
     return out
 
 
-OP = register(CONTRACT, tree_conv)
+OP = register(tree_conv)

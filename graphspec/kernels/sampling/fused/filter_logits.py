@@ -9,7 +9,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused.launch import launch, register
-from ..filter_logits import OP as CONTRACT
 from ._thresholds import BLOCK, thresholds
 from ._vocabulary import is_finite
 
@@ -39,4 +38,4 @@ def filter_logits(logits_BTV: Tensor, temperature_B: Tensor, top_k_B: Tensor, to
     return out_BTV
 
 
-OP = register(CONTRACT, filter_logits)
+OP = register(filter_logits)

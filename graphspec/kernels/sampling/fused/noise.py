@@ -9,7 +9,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused.launch import launch, register
-from ..noise import OP as CONTRACT
 from ._vocabulary import counter_hash, gumbel, hash_words
 
 CHUNK = 1024
@@ -37,4 +36,4 @@ def gumbel_noise(seed_B: Tensor, position_BT: Tensor, token_V: Tensor) -> Tensor
     return out_BTV
 
 
-OP = register(CONTRACT, gumbel_noise)
+OP = register(gumbel_noise)

@@ -9,7 +9,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused.launch import launch, register, semaphores
-from ..sample_tokens import OP as CONTRACT
 from ._thresholds import BLOCK, Split, thresholds
 from ._vocabulary import LOWEST, arrive, hash_words, is_finite, pack, packed_index, packed_value, perturb
 
@@ -88,4 +87,4 @@ def sample_tokens(
     return token_BT, sound_BT
 
 
-OP = register(CONTRACT, sample_tokens)
+OP = register(sample_tokens)

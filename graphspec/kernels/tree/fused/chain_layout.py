@@ -9,7 +9,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused.launch import launch, register
 from ...groups import Nodes
-from ..chain_layout import OP as CONTRACT
 from .tree_build import window_root
 
 
@@ -60,4 +59,4 @@ def chain_layout(
     )  # fmt: skip
 
 
-OP = register(CONTRACT, chain_layout)
+OP = register(chain_layout)

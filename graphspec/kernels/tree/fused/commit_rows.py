@@ -9,7 +9,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused.launch import launch, register
 from ...groups import Progress, Run, Window
-from ..commit_rows import OP as CONTRACT
 from ..commit_rows import RING_HEADER
 
 CHUNK = 2048
@@ -171,4 +170,4 @@ def commit_rows(
         )  # fmt: skip
 
 
-OP = register(CONTRACT, commit_rows)
+OP = register(commit_rows)

@@ -9,7 +9,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused.launch import launch, register
 from ...groups import Beams, Candidates
-from ..draft_level import OP as CONTRACT
 from ..draft_window import LIVE
 
 MINUS_INFINITY = tl.constexpr(-0x7F800001)
@@ -122,4 +121,4 @@ def draft_level(
     )  # fmt: skip
 
 
-OP = register(CONTRACT, draft_level)
+OP = register(draft_level)

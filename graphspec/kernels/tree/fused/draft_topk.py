@@ -21,8 +21,6 @@ from ...sampling.fused._vocabulary import (  # fmt: skip
     packed_value,
     perturb,
 )
-from ..draft_topk import OP as CONTRACT
-from ..shard_topk import OP as SHARD_CONTRACT
 
 CHUNK = 1024
 """Columns per program. Sums of exponentials are added chunk by chunk, so it must not depend on the batch."""
@@ -164,4 +162,4 @@ def shard_topk(
     return key_BTK, token_BTK, total_BT, sound_BT
 
 
-OP, SHARD_OP = register(CONTRACT, draft_topk), register(SHARD_CONTRACT, shard_topk)
+OP, SHARD_OP = register(draft_topk), register(shard_topk)

@@ -11,7 +11,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...fused.launch import launch, register
 from ...groups import Window
 from ..draft_window import LIVE
-from ..draft_window import OP as CONTRACT
 
 BLOCK = 2048
 
@@ -101,4 +100,4 @@ def draft_window(
     return results
 
 
-OP = register(CONTRACT, draft_window)
+OP = register(draft_window)

@@ -10,7 +10,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...fused.launch import launch, register
 from ...groups import Lanes, Penalties, RowRequest, Truncation
 from ..mail_apply import FREE, JOIN_WORDS
-from ..mail_apply import OP as CONTRACT
 
 BLOCK = 256
 COUNTS = 4096
@@ -170,4 +169,4 @@ def mail_apply(
     )  # fmt: skip
 
 
-OP = register(CONTRACT, mail_apply)
+OP = register(mail_apply)

@@ -11,7 +11,6 @@ from ...fused.launch import launch, register
 from ...groups import Candidates
 from ...sampling.fused._vocabulary import pack, packed_index, packed_value
 from ..draft_window import LIVE
-from ..marginal_pool import OP as CONTRACT
 
 
 @triton.jit
@@ -70,4 +69,4 @@ def marginal_pool(increment_BSK: Tensor, next_BSK: Tensor, lane_row_B: Tensor, s
     )  # fmt: skip
 
 
-OP = register(CONTRACT, marginal_pool)
+OP = register(marginal_pool)

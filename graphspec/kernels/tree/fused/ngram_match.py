@@ -15,7 +15,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...fused.launch import launch, register, semaphores
 from ...groups import Candidates
 from ..draft_window import LIVE
-from ..ngram_match import OP as CONTRACT
 from ..ngram_match import PATH_COST
 
 BLOCK = 1024
@@ -173,4 +172,4 @@ def ngram_match(
     )  # fmt: skip
 
 
-OP = register(CONTRACT, ngram_match)
+OP = register(ngram_match)

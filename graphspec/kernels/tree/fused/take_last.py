@@ -8,7 +8,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused.launch import launch, register
-from ..take_last import OP as CONTRACT
 
 BLOCK = 1024
 
@@ -30,4 +29,4 @@ def take_last(hidden_BTH: Tensor, known_B: Tensor, out_BH: Tensor) -> None:
     launch(_take_last, (lanes, triton.cdiv(size, BLOCK)), hidden_BTH, known_B, out_BH, entries, size, BLOCK=BLOCK)
 
 
-OP = register(CONTRACT, take_last)
+OP = register(take_last)

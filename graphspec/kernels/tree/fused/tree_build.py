@@ -10,7 +10,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ....errors import ConfigError
 from ...fused.launch import launch, register
 from ...groups import Nodes
-from ..tree_build import OP as CONTRACT
 
 MAX_CANDIDATES = 1 << 15
 """Most candidates that fit the registers of one program."""
@@ -126,4 +125,4 @@ def tree_build(
     )  # fmt: skip
 
 
-OP = register(CONTRACT, tree_build)
+OP = register(tree_build)

@@ -11,7 +11,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...fused.launch import launch, register
 from ...groups import Limits, Nodes, Run
 from ..tree_walk import LIVE, OUT_OF_BUDGET, ROW_FAILED, ROW_LIVE, STOPPED
-from ..tree_walk import OP as CONTRACT
 
 BLOCK = 8
 """Depths of the path processed at once; a path may have up to 128."""
@@ -103,4 +102,4 @@ def tree_walk(
     )  # fmt: skip
 
 
-OP = register(CONTRACT, tree_walk)
+OP = register(tree_walk)

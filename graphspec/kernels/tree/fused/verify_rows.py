@@ -10,7 +10,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused.launch import launch, register
 from ..draft_window import LIVE
-from ..verify_rows import OP as CONTRACT
 
 
 @triton.jit
@@ -57,4 +56,4 @@ def verify_rows(
     return out
 
 
-OP = register(CONTRACT, verify_rows)
+OP = register(verify_rows)
