@@ -7,7 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...fused.launch import launch, register
-from ._states import PART, head_sizes, head_state, own_columns, state_tile, token_of
+from ...fused.work import works
+from ._states import PART, head_sizes, head_state, own_columns, state_tile, states_work, token_of
 from .delta_rule import delta_block, delta_update
 from .ssm_rule import ssm_block, ssm_update
 
@@ -17,6 +18,7 @@ MOST_NODES = 64
 """Most nodes that fit one program's registers at once; larger trees use the walk, which the contract allows."""
 
 
+@works(states_work)
 @triton.jit
 def _walk_nodes(
     out, mixed, gate, skip, matrix, lane_row, ancestors, nodes, layers, layer,
@@ -47,6 +49,7 @@ def _walk_nodes(
         tl.store(place, read.to(out.dtype.element_ty), mask=column < VALUE)
 
 
+@works(states_work)
 @triton.jit
 def _block_nodes(
     out, mixed, gate, skip, matrix, lane_row, ancestors, nodes, layers, layer,
