@@ -26,6 +26,7 @@ from torch import nn
 from ..config.catalog import Variant, load_object
 from ..config.paths import user_path
 from ..errors import ConfigError
+from ..kernels.linear.moe_route import distinct_experts
 from ..models.checkpoint import Checkpoint
 from ..models.decoder import Decoder
 from ..models.experts import MixtureOfExperts
@@ -155,14 +156,6 @@ class _Tally:
 
     def stage(self, name: str) -> StageCost:
         return StageCost(name, tuple(self.forwards), self.parts, self.flops)
-
-
-def distinct_experts(experts: int, topk: int, tokens: float) -> float:
-    """Expected number of experts that ``tokens`` tokens hit if each chooses ``topk`` of ``experts`` independently and uniformly.
-
-    ``E (1 - (1 - k/E)^T)``. Real routers are less uniform and tokens of one tree are similar, so the true number is smaller.
-    """
-    return experts * (1 - (1 - topk / experts) ** tokens)
 
 
 def group_parameters(

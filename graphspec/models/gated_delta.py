@@ -11,7 +11,6 @@ from torch import Tensor
 from ..kernels.formulas import Rotation, rms_norm
 from ..kernels.linear.linear import Hidden
 from .layers import Linear, RMSNorm, row_parallel_linear
-from .recurrence import GATED_DELTA_RULE
 from .recurrent_net import RecurrentNet
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ class GatedDeltaNet(RecurrentNet):
         input_BTE, gate_BTE, rate_BTH, decay_BTH = self.in_proj(x_BTH, norm).split(self.in_proj.parts, dim=-1)
         decay_BTH = -self.A_log.exp() * F.softplus(decay_BTH.float() + self.dt_bias)
         gates_BTG = torch.cat((decay_BTH, torch.sigmoid(rate_BTH).float()), -1)
-        out_BTHV = self.mix(attention, input_BTE, gates_BTG, GATED_DELTA_RULE)
+        out_BTHV = self.mix(attention, input_BTE, gates_BTG, None)
         normed_BTHV = rms_norm(out_BTHV, self.norm.weight, self.norm.eps)
         gated_BTHV = normed_BTHV * F.silu(gate_BTE.unflatten(-1, out_BTHV.shape[2:]).float())
         return gated_BTHV.to(input_BTE.dtype).flatten(2)

@@ -11,7 +11,6 @@ from torch import Tensor
 from ..kernels.formulas import Rotation, rms_norm
 from ..kernels.linear.linear import Hidden
 from .layers import Linear, ParameterShards, RMSNorm, ShardedModule, make_parameter, row_parallel_linear
-from .recurrence import selective_rule
 from .recurrent_net import RecurrentNet
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class Mamba2(RecurrentNet, ShardedModule):
         gate_BTE, input_BTE, step_BTH = self._project(x_BTH, norm)
         step_BTH = F.softplus(step_BTH.float() + self.dt_bias)
         gates_BTG = torch.cat((-self.A_log.exp() * step_BTH, step_BTH), -1)
-        out_BTHV = self.mix(attention, input_BTE, gates_BTG, selective_rule(self.skip_H))
+        out_BTHV = self.mix(attention, input_BTE, gates_BTG, self.skip_H)
         gated_BTE = out_BTHV.flatten(2).float() * F.silu(gate_BTE.float())
         if self.norm is not None:
             # Each group of heads that share B and C is normed by itself.

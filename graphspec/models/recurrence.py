@@ -39,35 +39,10 @@ class Convolution(NamedTuple):
     bias_E: Tensor | None = None
 
 
-class Rule(NamedTuple):
-    """How a token changes and reads the matrices of its row: the names of four ops of one contract in :class:`KernelSet`.
-
-    The exact ops give the bits of plain decoding.
-    """
-
-    tree: str
-    """For the nodes of a tree; leaves the matrices as they are."""
-    exact_tree: str
-    run: str
-    """For tokens that follow each other; advances the matrices."""
-    exact_run: str
-    parameters: tuple[Tensor, ...] = ()
-    """Arguments of the ops between the gates and the matrices."""
-
-
-GATED_DELTA_RULE = Rule("delta_solve", "delta_walk", "delta_chunk", "delta_scan")
-""":mod:`graphspec.kernels.recurrent.delta_rule`."""
-
-
-def selective_rule(skip_H: Tensor) -> Rule:
-    """:mod:`graphspec.kernels.recurrent.ssm_rule`."""
-    return Rule("ssm_dual", "ssm_walk", "ssm_chunk", "ssm_scan", (skip_H,))
-
-
 class Recurrence(Protocol):
     """Recurrence over some tokens, from the states of the rows they belong to."""
 
-    def __call__(self, layer: int, input_BTE: Tensor, gate_BTG: Tensor, convolution: Convolution, rule: Rule) -> Tensor:
+    def __call__(self, layer: int, input_BTE: Tensor, gate_BTG: Tensor, convolution: Convolution, skip_H: Tensor | None) -> Tensor:
         """Apply convolution and rule; each token comes after those before it on its path.
 
         Args:
@@ -75,7 +50,7 @@ class Recurrence(Protocol):
             input_BTE: the projected inputs of the convolution.
             gate_BTG: float32, the log-decays of all heads, then their rates or steps.
             convolution: its weights.
-            rule: how the matrices change.
+            skip_H: how the matrices change, see :func:`~graphspec.kernels.recurrent.state_walk.state_walk`.
 
         Returns:
             ``[B, T, H, V]`` in the dtype of the input.
@@ -97,14 +72,14 @@ class TreeRecurrence:
     exact: bool
     """Use the op that gives the bits of plain decoding."""
 
-    def __call__(self, layer: int, input_BTE: Tensor, gate_BTG: Tensor, convolution: Convolution, rule: Rule) -> Tensor:
+    def __call__(self, layer: int, input_BTE: Tensor, gate_BTG: Tensor, convolution: Convolution, skip_H: Tensor | None) -> Tensor:
         matrix, column = self.states
         self.records.record_input_UBNE[layer].copy_(input_BTE)
         self.records.record_gate_UBNG[layer].copy_(gate_BTG)
         mixed_BTE = self.kernels.tree_conv(input_BTE, column, layer, self.lane_row_B, self.parent_BT, *convolution)
         # A single node takes one update: there is no tree to solve.
-        op = getattr(self.kernels, rule.exact_tree if self.exact or input_BTE.shape[1] == 1 else rule.tree)
-        out_BTHV: Tensor = op(mixed_BTE, gate_BTG, *rule.parameters, matrix, layer, self.lane_row_B, self.ancestors_BTX)
+        op = self.kernels.state_walk if self.exact or input_BTE.shape[1] == 1 else self.kernels.state_tree
+        out_BTHV: Tensor = op(mixed_BTE, gate_BTG, skip_H, matrix, layer, self.lane_row_B, self.ancestors_BTX)
         return out_BTHV
 
 
@@ -122,13 +97,13 @@ class RunRecurrence:
     exact: bool
     """Use the op that gives the bits of plain decoding."""
 
-    def __call__(self, layer: int, input_BTE: Tensor, gate_BTG: Tensor, convolution: Convolution, rule: Rule) -> Tensor:
+    def __call__(self, layer: int, input_BTE: Tensor, gate_BTG: Tensor, convolution: Convolution, skip_H: Tensor | None) -> Tensor:
         matrix, column = self.states
         place_T = torch.arange(input_BTE.shape[1], device=input_BTE.device)
         place_BT = place_T.expand(input_BTE.shape[:2])
         mixed_BTE = self.kernels.tree_conv(input_BTE, column, layer, self.lane_row_B, place_BT - 1, *convolution, self.fresh_B)
-        op = getattr(self.kernels, rule.exact_run if self.exact else rule.run)
-        out_BTHV: Tensor = op(mixed_BTE, gate_BTG, *rule.parameters, matrix, layer, self.lane_row_B, self.length_B, self.fresh_B)
+        op = self.kernels.state_scan if self.exact else self.kernels.state_chunk
+        out_BTHV: Tensor = op(mixed_BTE, gate_BTG, skip_H, matrix, layer, self.lane_row_B, self.length_B, self.fresh_B)
         self.kernels.conv_shift(input_BTE[None], column, layer, self.lane_row_B, place_BT, self.length_B, self.fresh_B)
         return out_BTHV
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .layers import ParameterShards, TokenMixer, make_parameter
-from .recurrence import Convolution, Rule
+from .recurrence import Convolution
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,11 +43,11 @@ class RecurrentNet(TokenMixer):
             channels, heads = (ParameterShards(0, (one,)) for one in (self.recurrent.channel_shard, self.recurrent.value_shard(1)))
             self.shards = {"conv_weight_E1O": channels, "conv_bias_E": channels, "A_log": heads, "dt_bias": heads}
 
-    def mix(self, attention: Attention, input_BTE: Tensor, gate_BTG: Tensor, rule: Rule) -> Tensor:
+    def mix(self, attention: Attention, input_BTE: Tensor, gate_BTG: Tensor, skip_H: Tensor | None) -> Tensor:
         """Convolution and rule, see :class:`~graphspec.models.recurrence.Recurrence`; ``[B, T, H, V]``."""
         assert attention.recurrence is not None, "a caller that brings states"
         convolution = Convolution(self.conv_weight_E1O[:, 0], self.conv_bias_E)
-        return attention.recurrence(self.layer, input_BTE, gate_BTG, convolution, rule)
+        return attention.recurrence(self.layer, input_BTE, gate_BTG, convolution, skip_H)
 
 
 def stack_convolutions(nets: Sequence[RecurrentNet]) -> Convolution:

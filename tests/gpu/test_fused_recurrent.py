@@ -10,21 +10,21 @@ from torch import Tensor
 
 from graphspec.kernels import OPS, KernelOp
 from tests.kernels.cases import cases_of
-from tests.kernels.cases.recurrent import random_ancestors, random_ssm, random_tokens
+from tests.kernels.cases.recurrent import random_ancestors, random_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
-VERIFY, RUNS = ("delta_walk", "delta_solve", "ssm_walk", "ssm_dual"), ("delta_scan", "delta_chunk", "ssm_scan", "ssm_chunk")
+VERIFY, RUNS = ("state_walk", "state_tree"), ("state_scan", "state_chunk")
 NAMES = ("tree_conv", "conv_shift", "state_commit", *VERIFY, *RUNS)
 MINE = {op.name: op for op in OPS if op.name in NAMES}
 BY_OP = [pytest.param(op, id=name) for name, op in MINE.items()]
 
 
-def drawn(name: str, generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """Inputs of an op in the sizes of Qwen3-Next or Nemotron-H."""
-    if name.startswith("delta"):
-        return random_tokens(generator, 2, tokens, 16, 32, 128, 128)
-    return random_ssm(generator, 2, tokens, 8, 128, 128, 64)
+def drawn(selective: bool, generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """Inputs of an op in the sizes of Nemotron-H or Qwen3-Next."""
+    sizes = (8, 128, 128, 64) if selective else (16, 32, 128, 128)
+    made = random_tokens(generator, 2, tokens, *sizes)
+    return {**made, "skip_H": torch.randn(sizes[1], generator=generator) if selective else None}
 
 
 def on_gpu(case: dict[str, Any], *, double: bool = False) -> dict[str, Any]:
@@ -70,18 +70,20 @@ def test_equals_the_reference(op: KernelOp) -> None:
 
 
 @pytest.mark.parametrize("name", VERIFY)
+@pytest.mark.parametrize("selective", [False, True], ids=["delta", "ssm"])
 @pytest.mark.parametrize("nodes", [1, 8, 16, 64])
-def test_a_tree_in_the_sizes_of_a_model(name: str, nodes: int) -> None:
+def test_a_tree_in_the_sizes_of_a_model(name: str, selective: bool, nodes: int) -> None:
     generator = torch.Generator().manual_seed(nodes)
-    assert_float_law(MINE[name], {**drawn(name, generator, nodes), "ancestors_BTX": random_ancestors(generator, 2, nodes)})
+    assert_float_law(MINE[name], {**drawn(selective, generator, nodes), "ancestors_BTX": random_ancestors(generator, 2, nodes)})
 
 
 @pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("selective", [False, True], ids=["delta", "ssm"])
 @pytest.mark.parametrize("tokens", [1, 16, 300])
-def test_a_run_in_the_sizes_of_a_model(name: str, tokens: int) -> None:
+def test_a_run_in_the_sizes_of_a_model(name: str, selective: bool, tokens: int) -> None:
     generator = torch.Generator().manual_seed(tokens)
     rows = {"length_B": torch.tensor([tokens, tokens // 2]), "fresh_B": torch.tensor([False, True])}
-    assert_float_law(MINE[name], {**drawn(name, generator, tokens), **rows})
+    assert_float_law(MINE[name], {**drawn(selective, generator, tokens), **rows})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -98,8 +100,8 @@ def test_a_commit_has_the_bits_of_plain_decoding(selective: bool, dtype: torch.d
     rows = {"lane_row_B": torch.tensor([1], device="cuda"), "selective": selective}
     start = torch.randn(2, layers, heads, key_dim, value_dim, generator=drawn).cuda()
     commit, shift = (op.implementation("fused") for op in (MINE["state_commit"], MINE["conv_shift"]))
-    walk, conv = MINE["ssm_walk" if selective else "delta_walk"].implementation("fused"), MINE["tree_conv"].implementation("fused")
-    skip = (torch.randn(heads, generator=drawn).cuda(),) if selective else ()
+    walk, conv = MINE["state_walk"].implementation("fused"), MINE["tree_conv"].implementation("fused")
+    skip = torch.randn(heads, generator=drawn).cuda() if selective else None
     gate = gate.cuda()
 
     def reads(tokens: slice, columns: Tensor, matrix: Tensor) -> list[Tensor]:
@@ -111,7 +113,7 @@ def test_a_commit_has_the_bits_of_plain_decoding(selective: bool, dtype: torch.d
         for layer in range(layers):
             weights = case["weight_UEO"][layer], None if case["bias_UE"] is None else case["bias_UE"][layer]
             mixed = conv(case["input_UBTE"][layer][:, tokens], columns, layer, rows["lane_row_B"], parent, *weights)
-            read.append(walk(mixed, gate[layer][:, tokens], *skip, matrix, layer, rows["lane_row_B"], words))
+            read.append(walk(mixed, gate[layer][:, tokens], skip, matrix, layer, rows["lane_row_B"], words))
         return read
 
     whole, single, columns = start.clone(), start.clone(), case["column_RUOE"].clone()

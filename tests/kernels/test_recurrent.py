@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.kernels.cases.recurrent import random_ancestors, random_tokens
 from tests.support.tiny import same_bits
 
 BY_NAME = {op.name: op for op in OPS}
+RULES = ("delta", "ssm")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Op:
 
     name: str
     which: str = "reference"
+    rule: str = "delta"
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         return BY_NAME[self.name].implementation(self.which)(*given, **named)
@@ -36,8 +39,9 @@ def implementations(*names: str, fused: bool = True) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
         "op",
         [
-            pytest.param(Op(name, which), id=f"{name}-{which}", marks=[pytest.mark.kernels] if which == "fused" else [])
+            pytest.param(Op(name, which, rule), id=f"{name}-{rule}-{which}", marks=[pytest.mark.kernels] if which == "fused" else [])
             for name in names
+            for rule in (RULES if "skip_H" in signature(BY_NAME[name].reference).parameters else ("any",))
             for which in BY_NAME[name].names
             if fused or which != "fused"
         ],
@@ -67,14 +71,14 @@ def path_of(ancestors_BTX: Tensor, lane: int, node: int) -> list[int]:
     return ancestor_matrix(ancestors_BTX)[lane, node].nonzero()[:, 0].tolist()
 
 
-def own(op: Op) -> dict[str, Tensor]:
-    """What an op takes besides tokens and states."""
-    return {"skip_H": SKIP} if op.name.startswith("ssm_") else {}
+def own(op: Op) -> dict[str, Tensor | None]:
+    """The rule, as an op takes it."""
+    return {"skip_H": SKIP if op.rule == "ssm" else None}
 
 
 def recurrence(op: Op, case: dict[str, Any], lane: int, path: list[int]) -> tuple[Tensor, Tensor]:
     """The state after a path and what its last token reads, in float64, one head at a time, as the papers write it."""
-    if own(op):
+    if op.rule == "ssm":
         return selective(case, lane, path)
     state = case["matrix_RUHKV"][case["lane_row_B"][lane], case["layer"]].double().clone()
     out = torch.zeros(HEADS, VALUE_DIM, dtype=torch.float64)
@@ -106,7 +110,7 @@ def selective(case: dict[str, Any], lane: int, path: list[int]) -> tuple[Tensor,
     return state, out
 
 
-@implementations("delta_walk", "delta_solve", "ssm_walk", "ssm_dual", fused=False)
+@implementations("state_walk", "state_tree", fused=False)
 @pytest.mark.parametrize("nodes", [1, 12, 70])
 def test_every_node_follows_its_own_ancestors(op: Op, nodes: int) -> None:
     case = tree(nodes, nodes)
@@ -117,7 +121,7 @@ def test_every_node_follows_its_own_ancestors(op: Op, nodes: int) -> None:
                 torch.testing.assert_close(found[lane, node].double(), recurrence(op, case, lane, path)[1], rtol=1e-5, atol=1e-5)
 
 
-@implementations("delta_walk", "delta_solve", "ssm_walk", "ssm_dual")
+@implementations("state_walk", "state_tree")
 def test_unused_nodes_are_unseen_and_give_zero(op: Op) -> None:
     case = tree(3)
     used_BT = ancestor_matrix(case["ancestors_BTX"]).diagonal(dim1=1, dim2=2)
@@ -133,9 +137,10 @@ def test_unused_nodes_are_unseen_and_give_zero(op: Op) -> None:
     assert clean[used_BT].isfinite().all() and not found[~used_BT].any()
 
 
-@pytest.mark.parametrize(("walk", "scan"), [(Op("delta_walk"), Op("delta_scan")), (Op("ssm_walk"), Op("ssm_scan"))])
-def test_a_walk_is_decoding_of_its_path_token_by_token(walk: Op, scan: Op) -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_a_walk_is_decoding_of_its_path_token_by_token(rule: str) -> None:
     """As close as torch's own exponentials, whose last bit may depend on the position in a tensor."""
+    walk, scan = (Op(name, rule=rule) for name in ("state_walk", "state_scan"))
     case = tree(1)
     found = walk(**case, **own(walk))
     for node in range(NODES):
@@ -148,7 +153,7 @@ def test_a_walk_is_decoding_of_its_path_token_by_token(walk: Op, scan: Op) -> No
         torch.testing.assert_close(read[0, 0], found[0, node], rtol=2e-6, atol=2e-6)
 
 
-@implementations("delta_scan", "delta_chunk", "ssm_scan", "ssm_chunk")
+@implementations("state_scan", "state_chunk")
 def test_commit_at_every_end_node(op: Op) -> None:
     case = tree(2)
     ancestors = case.pop("ancestors_BTX")
@@ -170,7 +175,7 @@ def test_commit_at_every_end_node(op: Op) -> None:
         assert same_bits(matrix, case["matrix_RUHKV"]), "rows that nothing was accepted in, and the other layer, keep their bits"
 
 
-@implementations("delta_scan", "delta_chunk", "ssm_scan", "ssm_chunk", fused=False)
+@implementations("state_scan", "state_chunk", fused=False)
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 150])
 def test_a_prompt_in_pieces_ends_in_the_same_state(op: Op, tokens: int) -> None:
     case = run(4, tokens)
@@ -195,7 +200,7 @@ def test_a_prompt_in_pieces_ends_in_the_same_state(op: Op, tokens: int) -> None:
     torch.testing.assert_close(whole[case["lane_row_B"][2], 1].double(), state, rtol=2e-5, atol=2e-5)
 
 
-@implementations("delta_scan", "delta_chunk", "ssm_scan", "ssm_chunk")
+@implementations("state_scan", "state_chunk")
 def test_a_row_without_tokens_keeps_its_bits(op: Op) -> None:
     case = run(5)
     case["matrix_RUHKV"][case["lane_row_B"][1]] = torch.nan
@@ -205,8 +210,9 @@ def test_a_row_without_tokens_keeps_its_bits(op: Op) -> None:
     assert same_bits(case["matrix_RUHKV"], before)
 
 
-@pytest.mark.parametrize(("walk", "at_once"), [(Op("delta_walk"), Op("delta_solve")), (Op("ssm_walk"), Op("ssm_dual"))])
-def test_all_nodes_at_once_keep_within_twice_the_error_of_the_walk(walk: Op, at_once: Op) -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_all_nodes_at_once_keep_within_twice_the_error_of_the_walk(rule: str) -> None:
+    walk, at_once = (Op(name, rule=rule) for name in ("state_walk", "state_tree"))
     case = {**tree(6, 40), **own(walk)}
     wide = {name: value.double() if torch.is_tensor(value) and value.is_floating_point() else value for name, value in case.items()}
     exact = walk(**wide)
@@ -237,7 +243,7 @@ def commit_case(seed: int, selective: bool, *, key_dim: int = KEY_DIM, value_dim
 @pytest.mark.parametrize("selective", [False, True], ids=["delta", "ssm"])
 def test_a_commit_is_the_convolution_and_a_run_of_the_path(op: Op, selective: bool) -> None:
     """As one commit, and token by token with the columns moved in between; with any other nodes, and at every leaf of a tree."""
-    conv, scan, shift = (Op(name, op.which) for name in ("tree_conv", "ssm_scan" if selective else "delta_scan", "conv_shift"))
+    conv, scan, shift = (Op(name, op.which, RULES[selective]) for name in ("tree_conv", "state_scan", "conv_shift"))
     ancestors, whole = random_ancestors(generator(7), LANES, NODES), commit_case(7, selective)
     rows = {"lane_row_B": whole["lane_row_B"]}
     for node in range(NODES):
@@ -272,16 +278,11 @@ def test_a_commit_is_the_convolution_and_a_run_of_the_path(op: Op, selective: bo
         assert same_bits(found[untouched], kept[untouched])
 
 
-RULES = {"delta": ("delta_walk", "delta_solve", "delta_scan", "delta_chunk"), "ssm": ("ssm_walk", "ssm_dual", "ssm_scan", "ssm_chunk")}
-"""Of each rule the ops that walk a tree, take it at once, scan a run, and take it in blocks."""
-NATIVE = {name: Op(name, "native") for name in (*RULES["delta"], *RULES["ssm"], "tree_conv", "state_commit")}
-
-
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("value_dim", [6, 16, 70, 128])
 def test_native_nodes_have_the_bits_of_decoding_their_path(rule: str, value_dim: int) -> None:
     """Token by token, every one committed before the next; in a tree, in a run, in both forms."""
-    walk, at_once, scan, chunk = (NATIVE[name] for name in RULES[rule])
+    walk, at_once, scan, chunk = (Op(name, "native", rule) for name in ("state_walk", "state_tree", "state_scan", "state_chunk"))
     drawn, skip = generator(8), own(walk)
     case = {**random_tokens(drawn, LANES, NODES, KEY_HEADS, HEADS, KEY_DIM, value_dim), **skip}
     case["ancestors_BTX"] = random_ancestors(drawn, LANES, NODES)
@@ -304,12 +305,13 @@ def test_native_nodes_have_the_bits_of_decoding_their_path(rule: str, value_dim:
             assert same_bits(out[0, -1], found[0, node]) and same_bits(matrix, plain)
 
 
-@pytest.mark.parametrize("name", ["delta_walk", "delta_scan", "ssm_walk", "ssm_scan", "tree_conv", "state_commit", "state_commit-ssm"])
-def test_a_native_row_has_the_same_bits_in_any_batch_and_on_any_threads(name: str) -> None:
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ["state_walk", "state_scan", "tree_conv", "state_commit"])
+def test_a_native_row_has_the_same_bits_in_any_batch_and_on_any_threads(name: str, rule: str) -> None:
     drawn = generator(9)
-    op, _, rule = name.partition("-")
-    case: dict[str, Any] = {**random_tokens(drawn, LANES, NODES, KEY_HEADS, HEADS, 64, 80), **own(NATIVE[op])}
-    if op == "state_commit":
+    op = Op(name, "native", rule)
+    case: dict[str, Any] = {**random_tokens(drawn, LANES, NODES, KEY_HEADS, HEADS, 64, 80), **own(op)}
+    if name == "state_commit":
         case = commit_case(9, rule == "ssm", key_dim=64, value_dim=80)
         case |= {"path_BA": torch.arange(NODES).repeat(LANES, 1), "length_B": torch.tensor([NODES, 3, 0])}
     elif name.endswith("_walk"):
@@ -326,7 +328,7 @@ def test_a_native_row_has_the_same_bits_in_any_batch_and_on_any_threads(name: st
         part = {key: value[lanes] if key in by_lane else value for key, value in case.items()}
         part |= {key: case[key][:, lanes] for key in ("input_UBTE", "gate_UBTG") if key in case}
         part[states] = case[states].clone()
-        returned = NATIVE[op](**part)
+        returned = op(**part)
         return (*(() if returned is None else (returned,)), part[states][case["lane_row_B"][lanes]])
 
     before = torch.get_num_threads()
@@ -343,13 +345,13 @@ def test_a_native_row_has_the_same_bits_in_any_batch_and_on_any_threads(name: st
 
 
 def test_a_native_kernel_refuses_other_dtypes_and_slots_with_gaps() -> None:
-    case = tree()
+    case, walk = tree(), Op("state_walk", "native")
     with pytest.raises(ConfigError, match=r"mixed.*float32"):
-        NATIVE["delta_walk"](**{**case, "mixed_BTE": case["mixed_BTE"].double()})
+        walk(**{**case, "skip_H": None, "mixed_BTE": case["mixed_BTE"].double()})
     with pytest.raises(ConfigError, match="contiguous slots"):
-        NATIVE["delta_walk"](**{**case, "matrix_RUHKV": case["matrix_RUHKV"].transpose(3, 4).contiguous().transpose(3, 4)})
+        walk(**{**case, "skip_H": None, "matrix_RUHKV": case["matrix_RUHKV"].transpose(3, 4).contiguous().transpose(3, 4)})
     with pytest.raises(ConfigError, match=r"skip.*float32"):
-        NATIVE["ssm_walk"](**case, skip_H=SKIP.double())
+        walk(**case, skip_H=SKIP.double())
 
 
 def conv_case(seed: int, nodes: int) -> dict[str, Any]:

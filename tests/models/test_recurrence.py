@@ -13,15 +13,12 @@ from graphspec.kernels import select_kernels
 from graphspec.kernels.recurrent.state_tokens import ancestor_matrix
 from graphspec.kernels.registry import KernelSet
 from graphspec.models.recurrence import (
-    GATED_DELTA_RULE,
     Convolution,
     NodeRecords,
     RecurrentStates,
-    Rule,
     RunRecurrence,
     TreeRecurrence,
     commit_path,
-    selective_rule,
 )
 from tests.kernels.cases.recurrent import random_ancestors
 from tests.support.tiny import hybrid_facts, same_bits
@@ -48,17 +45,17 @@ class How(NamedTuple):
     """A rule, and who computes it."""
 
     kernels: KernelSet
-    rule: Rule
+    skip: Tensor | None
     bias: Tensor | None = None
 
     def convolution(self, layer: int) -> Convolution:
         return Convolution(WEIGHT[layer], self.bias)
 
 
-SELECTIVE = (selective_rule(normal(8, HEADS)), normal(7, CHANNELS))
+SELECTIVE = (normal(8, HEADS), normal(7, CHANNELS))
 WAYS = {
-    "delta-reference": How(REFERENCE, GATED_DELTA_RULE),
-    "delta-native": How(NATIVE, GATED_DELTA_RULE),
+    "delta-reference": How(REFERENCE, None),
+    "delta-native": How(NATIVE, None),
     "ssm-reference": How(REFERENCE, *SELECTIVE),
     "ssm-native": How(NATIVE, *SELECTIVE),
 }
@@ -88,10 +85,10 @@ def cycle(
     parent_BN = torch.where(ancestor_matrix(ancestors) & (node_N < node_N[:, None]), node_N, -1).amax(-1)
     before = [state.clone() for state in held]
     tree = TreeRecurrence(how.kernels, held, left, ROWS, parent_BN, ancestors, exact)
-    out = [tree(layer, mixed[layer], gate[layer], how.convolution(layer), how.rule) for layer in range(LAYERS)]
+    out = [tree(layer, mixed[layer], gate[layer], how.convolution(layer), how.skip) for layer in range(LAYERS)]
     assert all(same_bits(state, old) for state, old in zip(held, before, strict=True)), "verification writes no state"
     bias = None if how.bias is None else how.bias.repeat(LAYERS, 1)
-    selective = how.rule is not GATED_DELTA_RULE
+    selective = how.skip is not None
     commit_path(how.kernels, held, left, Convolution(WEIGHT, bias), ROWS, path, length, selective=selective)
     return out
 
@@ -139,7 +136,7 @@ def test_a_prompt_leaves_what_decoding_it_leaves(exact: bool, how: How) -> None:
         fresh, length = torch.full((LANES,), begin == 0), torch.full((LANES,), end - begin)
         prompt = RunRecurrence(how.kernels, run, ROWS, length, fresh, exact)
         for layer in range(LAYERS):
-            prompt(layer, part[0][layer], part[1][layer], how.convolution(layer), how.rule)
+            prompt(layer, part[0][layer], part[1][layer], how.convolution(layer), how.skip)
     for node in range(NODES):
         one = (mixed[:, :, node : node + 1], gate[:, :, node : node + 1], torch.ones(LANES, 1, 1, dtype=torch.int64))
         cycle(how, plain, *one, torch.zeros(LANES, 1, dtype=torch.int64), torch.ones(LANES, dtype=torch.int64), exact=True)
@@ -155,7 +152,7 @@ def read(how: How, held: RecurrentStates, mixed: Tensor, gate: Tensor, chunk: in
         part = [torch.nn.functional.pad(x, (0, 0, 0, chunk - count), value=torch.nan) for x in part]
         prompt = RunRecurrence(how.kernels, held, ROWS, torch.tensor([count, 0, 0]), torch.tensor([begin == 0, False, False]), exact=True)
         for layer in range(LAYERS):
-            prompt(layer, part[0][layer], part[1][layer], how.convolution(layer), how.rule)
+            prompt(layer, part[0][layer], part[1][layer], how.convolution(layer), how.skip)
 
 
 @EVERY_WAY

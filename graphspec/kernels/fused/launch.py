@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -99,6 +100,16 @@ class Launch:
     constexprs: dict[str, Any]
     num_warps: int
     num_stages: int
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Arguments and compile-time constants by name."""
+        return {**dict(zip(self.kernel.arg_names, self.args, strict=False)), **self.constexprs}
+
+    @property
+    def programs(self) -> int:
+        """All of the grid."""
+        return math.prod(self.grid)
 
 
 @dataclass(slots=True)

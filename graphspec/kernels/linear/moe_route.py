@@ -75,3 +75,11 @@ def moe_route(
     if normalize:
         weight_TK = weight_TK / (weight_TK.sum(-1, keepdim=True) + NORM_EPS)
     return torch.where(valid_T[:, None], index_TK, -1), torch.where(valid_T[:, None], weight_TK * scaling, 0.0)
+
+
+def distinct_experts(experts: int, topk: int, tokens: float) -> float:
+    """Expected number of experts that ``tokens`` tokens hit if each chooses ``topk`` of ``experts`` independently and uniformly.
+
+    ``E (1 - (1 - k/E)^T)``. Real routers are less uniform and tokens of one tree are similar, so the true number is smaller.
+    """
+    return experts * (1 - (1 - topk / experts) ** tokens)

@@ -7,8 +7,6 @@ as many operations as the block forms, so both are the same functions, and a tok
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -47,7 +45,7 @@ def _conv_shift(
 
 
 def _rule(
-    name: str, mixed: Tensor, gate: Tensor, skip: Tensor | None, matrix: Tensor, layer: int, lane_row: Tensor, *,
+    mixed: Tensor, gate: Tensor, skip: Tensor | None, matrix: Tensor, layer: int, lane_row: Tensor, *,
     ancestors: Tensor | None = None, length: Tensor | None = None, fresh: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     for key, tensor in (("mixed", mixed), ("gate", gate), ("skip", skip), ("matrix", matrix)):
@@ -61,32 +59,22 @@ def _rule(
     may = (None if x is None else dense(x) for x in (ancestors, length, fresh))
     words = 0 if ancestors is None else ancestors.shape[2]
     sizes = (lanes, tokens, channels, heads, key_dim, value_dim, layers, layer, words)
+    name = "delta_rule" if skip is None else "ssm_rule"
     call(name, (out, dense(mixed), dense(gate), own, matrix, dense(lane_row), *may), *sizes)
     return out
 
 
-def _delta_walk(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, ancestors_BTX: Tensor) -> Tensor:
-    return _rule("delta_rule", mixed_BTE, gate_BTG, None, matrix_RUHKV, layer, lane_row_B, ancestors=ancestors_BTX)
-
-
-def _delta_scan(
-    mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, length_B: Tensor,
-    fresh_B: Tensor | None,
-) -> Tensor:  # fmt: skip
-    return _rule("delta_rule", mixed_BTE, gate_BTG, None, matrix_RUHKV, layer, lane_row_B, length=length_B, fresh=fresh_B)
-
-
-def _ssm_walk(
-    mixed_BTE: Tensor, gate_BTG: Tensor, skip_H: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, ancestors_BTX: Tensor
+def _walk(
+    mixed_BTE: Tensor, gate_BTG: Tensor, skip_H: Tensor | None, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, ancestors_BTX: Tensor
 ) -> Tensor:
-    return _rule("ssm_rule", mixed_BTE, gate_BTG, skip_H, matrix_RUHKV, layer, lane_row_B, ancestors=ancestors_BTX)
+    return _rule(mixed_BTE, gate_BTG, skip_H, matrix_RUHKV, layer, lane_row_B, ancestors=ancestors_BTX)
 
 
-def _ssm_scan(
-    mixed_BTE: Tensor, gate_BTG: Tensor, skip_H: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, length_B: Tensor,
+def _scan(
+    mixed_BTE: Tensor, gate_BTG: Tensor, skip_H: Tensor | None, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, length_B: Tensor,
     fresh_B: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    return _rule("ssm_rule", mixed_BTE, gate_BTG, skip_H, matrix_RUHKV, layer, lane_row_B, length=length_B, fresh=fresh_B)
+    return _rule(mixed_BTE, gate_BTG, skip_H, matrix_RUHKV, layer, lane_row_B, length=length_B, fresh=fresh_B)
 
 
 def _state_commit(
@@ -104,23 +92,15 @@ def _state_commit(
     call("state_commit", (*read, matrix_RUHKV, *rows), *sizes)
 
 
-def _delta_shape(mixed: Tensor, gate: Tensor, matrix: Tensor, *_: object) -> Tensor:
+def _read_shape(mixed: Tensor, gate: Tensor, skip: Tensor | None, matrix: Tensor, *_: object) -> Tensor:
     return mixed.new_empty((*mixed.shape[:2], matrix.shape[2], matrix.shape[4]))
-
-
-def _ssm_shape(mixed: Tensor, gate: Tensor, skip: Tensor, *rest: Any) -> Tensor:
-    return _delta_shape(mixed, gate, *rest)
 
 
 tree_conv = implement("tree_conv", _tree_conv, _like_first)
 """The op of this name in C++, as those below."""
 conv_shift = implement("conv_shift", _conv_shift)
-delta_walk = implement("delta_walk", _delta_walk, _delta_shape)
-delta_solve = implement("delta_solve", _delta_walk, _delta_shape)
-delta_scan = implement("delta_scan", _delta_scan, _delta_shape)
-delta_chunk = implement("delta_chunk", _delta_scan, _delta_shape)
-ssm_walk = implement("ssm_walk", _ssm_walk, _ssm_shape)
-ssm_dual = implement("ssm_dual", _ssm_walk, _ssm_shape)
-ssm_scan = implement("ssm_scan", _ssm_scan, _ssm_shape)
-ssm_chunk = implement("ssm_chunk", _ssm_scan, _ssm_shape)
+state_walk = implement("state_walk", _walk, _read_shape)
+state_tree = implement("state_tree", _walk, _read_shape)
+state_scan = implement("state_scan", _scan, _read_shape)
+state_chunk = implement("state_chunk", _scan, _read_shape)
 state_commit = implement("state_commit", _state_commit)

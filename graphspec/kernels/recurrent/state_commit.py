@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from ..op import Int64, Written, kernel_op
-from .delta_rule import delta_tokens, delta_update
-from .ssm_rule import ssm_tokens, ssm_update
-from .state_runs import scan_run
+from .state_runs import scan_run, tokens_of, update_of
 from .tree_conv import convolved
 
 
@@ -30,9 +26,8 @@ def state_commit(
     """Update the matrices of the lanes' rows, in all recurrent layers, by the tokens ``path[:length]``, in order.
 
     A token is convolved over the tokens before it on the path and the committed columns, then changes its layer's matrix by the rule: the
-    operations of ``tree_conv`` and of ``delta_scan`` or ``ssm_scan``, in
-    the same order. Nothing is read for queries, as nothing is returned. A lane of length 0 keeps its row's matrices, bit for bit. Inputs
-    and gates off the path may be NaN.
+    operations of ``tree_conv`` and of ``state_scan``, in the same order. Nothing is read for queries, as nothing is returned. A lane of
+    length 0 keeps its row's matrices, bit for bit. Inputs and gates off the path may be NaN.
 
     Args:
         input_UBTE: inputs of the convolutions, by layer.
@@ -47,16 +42,14 @@ def state_commit(
         selective: static; the rule is that of ``ssm_rule``, else of ``delta_rule``.
     """
     layers, lanes = input_UBTE.shape[:2]
-    heads, key_dim, value_dim = matrix_RUHKV.shape[2:]
     steps = path_BA.shape[1]
     lane_B1 = torch.arange(lanes, device=path_BA.device)[:, None]
     source_UBSE = torch.cat((column_RUOE[lane_row_B].transpose(0, 1), input_UBTE[:, lane_B1, path_BA]), 2)
     taps = [source_UBSE[:, :, tap : tap + steps] for tap in range(column_RUOE.shape[2] + 1)]
     mixed_UBAE = convolved(taps, weight_UEO[:, None, None], None if bias_UE is None else bias_UE[:, None, None])
     # A layer of a lane is a lane of its own.
-    taken = mixed_UBAE.flatten(0, 1), gate_UBTG[:, lane_B1, path_BA].flatten(0, 1), heads, key_dim, value_dim
-    tokens = ssm_tokens(*taken) if selective else delta_tokens(*taken)
-    update = partial(ssm_update, matrix_RUHKV.new_zeros(heads)) if selective else delta_update
+    skip_H = matrix_RUHKV.new_zeros(matrix_RUHKV.shape[2]) if selective else None
+    tokens = tokens_of(skip_H, mixed_UBAE.flatten(0, 1), gate_UBTG[:, lane_B1, path_BA].flatten(0, 1), matrix_RUHKV)
     start = matrix_RUHKV[lane_row_B].transpose(0, 1).flatten(0, 1)
-    state, _ = scan_run(update, start, tokens, length_B.repeat(layers))
+    state, _ = scan_run(update_of(skip_H), start, tokens, length_B.repeat(layers))
     matrix_RUHKV.index_copy_(0, lane_row_B, state.unflatten(0, (layers, lanes)).transpose(0, 1))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from .delta_rule import delta_solve_block, delta_tokens, delta_update
+from .ssm_rule import ssm_block, ssm_tokens, ssm_update
 from .state_tokens import StateTokens, ancestor_matrix
 
 Update = Callable[[Tensor, StateTokens], tuple[Tensor, Tensor]]
@@ -16,6 +19,21 @@ Block = Callable[[Tensor, StateTokens, Tensor], tuple[Tensor, Tensor, Tensor]]
 ``[B, H, T, V]``, and the sum of log-decays on its path ``[B, H, T]``."""
 BLOCK = 64
 """Tokens that are computed at once."""
+
+
+def tokens_of(skip_H: Tensor | None, mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor) -> StateTokens:
+    """Tokens taken apart by the rule of ``skip_H``."""
+    return (delta_tokens if skip_H is None else ssm_tokens)(mixed_BTE, gate_BTG, *matrix_RUHKV.shape[2:])
+
+
+def update_of(skip_H: Tensor | None) -> Update:
+    """One token of that rule."""
+    return delta_update if skip_H is None else partial(ssm_update, skip_H)
+
+
+def block_of(skip_H: Tensor | None) -> Block:
+    """Many tokens of that rule at once."""
+    return delta_solve_block if skip_H is None else partial(ssm_block, skip_H)
 
 
 def walk_tree(update: Update, start_BHKV: Tensor, tokens: StateTokens, ancestors_BTX: Tensor) -> Tensor:

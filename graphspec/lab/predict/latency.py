@@ -9,21 +9,24 @@ The model of a launch's time adds
   or its operations, where they take longer;
 * the bytes that one program moves alone, over the link of one multiprocessor: merges by the last program to arrive.
 
-:class:`Latencies` has the constants and their sources, :data:`WORK` the work of each kernel; a kernel that is not in it counts as
-:data:`SMALL`. This is an estimate, for comparing two forms of a kernel and for seeing where the time goes; nothing in it was measured here.
+:class:`Latencies` has the constants of the GPU and their sources; what a launch does stands next to its kernel
+(:mod:`graphspec.kernels.fused.work`). This is an estimate, for comparing two forms of a kernel and for seeing where the time goes; nothing
+in it was measured here.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+from ...kernels.fused import work
 from ...kernels.fused.hopper import MULTIPROCESSORS, resident
-from ..floor import Hardware, distinct_experts
+from ...kernels.fused.work import Situation, Work
+from ..floor import Hardware
 from .launches import INDUCTOR, LIBRARY, Step
 
 if TYPE_CHECKING:
@@ -59,36 +62,6 @@ HOPPER = Latencies()
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """Work of one launch.
-
-    Attributes:
-        bytes: streamed from memory by all programs together.
-        programs: that share them.
-        in_flight: bytes that a program has requested at a time.
-        memory, cache: exposed round trips, those that fill the stream's pipeline included.
-        alone: bytes that one program moves over the link of its multiprocessor.
-        flops: operations of all programs.
-    """
-
-    bytes: float = 0.0
-    programs: int = 1
-    in_flight: float = 16 * 1024
-    memory: float = 0
-    cache: float = 0
-    alone: float = 0.0
-    flops: float = 0.0
-
-
-SMALL = Work(cache=3)
-"""A kernel of one or a few programs over small buffers: it loads its arguments, loads what they point to, and stores."""
-_FIELDS = ("weight", "scales", "super_scales", "zeros", "minimums", "super_minimums", "group_of")
-"""Arguments of a product that are its weight."""
-_ARRIVAL = 3
-"""Round trips of a merge: the stores drain, the counter is incremented, the parts of the other programs are loaded."""
-
-
-@dataclass(frozen=True, slots=True)
 class Estimate:
     """Seconds of one launch, by cause."""
 
@@ -105,177 +78,15 @@ class Estimate:
         return self.gap + self.exposed + self.stream + self.alone
 
 
-@dataclass(frozen=True, slots=True)
-class Situation:
-    """Properties of the engine that the work of a launch depends on.
-
-    Attributes:
-        context: committed tokens of each row.
-        programmatic: kernels of ours begin while the one before them drains.
-    """
-
-    context: int
-    programmatic: bool = False
-
-
-def _linear(step: Step, at: Situation) -> Work:
-    values = step.values
-    weight = values["weight"]
-    channels, item = values["inputs"], values["x"].element_size()
-    held = sum(values[name].nbytes for name in _FIELDS if values[name] is not None)
-    cut = values["SPLITS"] > 1
-    rows = values["rows"]
-    halves = 2 if values["GATED"] else 1
-    # Codes may have less than a byte.
-    tile = (values["TILE_O"] * halves * weight[0].nbytes / channels + values["TILE_M"] * item) * values["TILE_K"]
-    part = values["SPLITS"] * values["TILE_O"] * halves * min(rows, values["TILE_M"]) * 4 if cut else 0
-    logits = 4 * rows * weight.shape[0] if values["out"].element_size() == 4 and item < 4 else 0
-    # The inputs of the norm's factors arrive together with the first weights, which are on their way to the cache while the kernel before
-    # still runs.
-    ahead = at.programmatic and values["PREFETCH"] > 0
-    return Work(
-        bytes=held + logits,
-        programs=step.programs,
-        in_flight=(step.stages - 1) * tile,
-        memory=0 if ahead else 1,
-        cache=(_ARRIVAL if cut else 1) + ahead,
-        alone=part,
-        flops=2 * rows * weight.shape[0] * channels,
-    )
-
-
-def _dequantise(step: Step, at: Situation) -> Work:
-    values = step.values
-    size = sum(values[name].nbytes for name in (*_FIELDS, "out") if values[name] is not None)
-    return Work(bytes=size, programs=step.programs, in_flight=values["weight"].nbytes / step.programs, memory=1, cache=1)
-
-
-def _tree_attention(step: Step, at: Situation) -> Work:
-    values = step.values
-    block, run = values["BLOCK"], values["RUN"]
-    tokens = values["all_rows"] // values["REPEAT"]
-    slots = min(at.context + tokens, values["length"])
-    blocks, most = -(-slots // block), values["UNITS_PER_PROGRAM"] * values["programs"]
-    unit = 1 if blocks <= most else run if -(-blocks // run) <= most else values["STRETCH"]
-    units = -(-blocks // unit)
-    lanes = values["table"].shape[0]
-    arriving = min(units, values["programs"])
-    rows = min(values["ROWS"], values["part_rows"])
-    # A block of keys and values is in flight; its page ids were loaded while the block before was computed.
-    in_turn = -(-units // values["programs"]) * min(unit, blocks)
-    # The arrival, a claim, and the partials, this many per load.
-    merge = _ARRIVAL + -(-units // values["MERGE_UNROLL"]) if units > 1 else 0
-    row = 2 * values["DIM"] * values["keys"].element_size()
-    return Work(
-        bytes=lanes * values["GROUPS"] * slots * row,
-        programs=lanes * values["GROUPS"] * arriving,
-        in_flight=block * row,
-        memory=in_turn,
-        cache=1 + merge,
-        alone=rows * units * (values["DIM"] + 2) * 4 / min(arriving, max(values["helpers"], 1)) if units > 1 else 0,
-        flops=4 * lanes * values["all_rows"] * values["GROUPS"] * slots * values["DIM"],
-    )
-
-
-def _latent_attention(step: Step, at: Situation) -> Work:
-    values = step.values
-    lanes, block = values["table"].shape[0], values["BLOCK_N"]
-    slots = at.context + values["tokens"]
-    blocks = -(-slots // (block * values["splits"]))
-    row = (values["width"] + values["rope"]) * values["pool"].element_size()
-    return Work(
-        bytes=lanes * slots * row, programs=step.programs, in_flight=(step.stages - 1) * block * row,
-        memory=1 + blocks / max(step.stages - 1, 1), cache=2,
-    )  # fmt: skip
-
-
-def _merge(step: Step, at: Situation) -> Work:
-    values = step.values
-    return Work(cache=1 + -(-values["splits"] // values["MERGE"]), alone=values["splits"] * values["width"] * 4)
-
-
-def _vocabulary(step: Step, at: Situation) -> Work:
-    logits = step.values["logits"]
-    return Work(bytes=logits.numel() * logits.element_size(), programs=step.programs, memory=1, cache=1 + _ARRIVAL)
-
-
-def _searched(step: Step, at: Situation) -> Work:
-    """The last program of a row reads a list once for every 11 bits, and once more for the probability mass within top-k."""
-    found = _vocabulary(step, at)
-    passes = 4 if step.kernel == "kth_largest" else 3
-    return Work(found.bytes, found.programs, found.in_flight, found.memory, found.cache + 2 * passes)
-
-
-def _experts(step: Step, at: Situation) -> Work:
-    values = step.values
-    weight = values["weights"]
-    count, topk = weight.shape[0], values["topk"]
-    hit = distinct_experts(count, topk, values["count_all"] / topk)
-    # Gate and up are two tiles.
-    tile = values["ROWS"] * values["STEP"] * weight.element_size() * (2 if values.get("GATED") else 1)
-    return Work(
-        bytes=weight.numel() * weight.element_size() * hit / count,
-        programs=step.programs,
-        in_flight=max(step.stages - 1, 1) * tile,
-        memory=1,
-        cache=2,
-        flops=2 * values["count_all"] * weight[0].numel(),
-    )
-
-
-def _states(step: Step, at: Situation) -> Work:
-    """States of recurrent layers: read once from memory, for one layer by verification; the commit writes them too, for all layers.
-
-    A program that holds its tile processes tokens one by one, in the commit after looking each up on the path; others read the state part
-    by part.
-    """
-    values = step.values
-    commits, matrix = "length" in values, values["matrix"]
-    if commits:
-        layers, turns = matrix.shape[1], 2 * values["steps"]
-    else:
-        layers, turns = 1, values["KEY_PAD"] // values["PART"] if "PART" in values else values["nodes"]
-    return Work(
-        bytes=4 * values["lane_row"].shape[0] * layers * matrix[0, 0].numel() * (2 if commits else 1),
-        programs=step.programs,
-        in_flight=4 * values.get("PART", values["KEY_PAD"]) * values["COLUMNS"],
-        memory=1,
-        cache=1 + turns,
-    )
-
-
-def _library(step: Step, at: Situation) -> Work:
-    weight = step.values["weight"]
-    matrix = weight.shape[-1] * weight.shape[-2]
-    size, flops = weight.numel() * weight.element_size(), 2 * step.values["rows"] * matrix
-    return Work(size, MULTIPROCESSORS, in_flight=64 * 1024, memory=1, cache=1, flops=flops)
-
-
-WORK: Mapping[str, Callable[[Step, Situation], Work]] = {
-    "linear": _linear,
-    "dequantise": _dequantise,
-    "tree_attention": _tree_attention,
-    "latent_attention": _latent_attention,
-    "merge": _merge,
-    "sample_tokens": _vocabulary,
-    "draft_topk": _vocabulary,
-    "peaks": _vocabulary,
-    "histogram": _vocabulary,
-    "kth_largest": _searched,
-    "least": _searched,
-    "gate_up": _experts,
-    "down": _experts,
-    "walk_nodes": _states,
-    "block_nodes": _states,
-    "commit_states": _states,
-    LIBRARY: _library,
-}
-
-
 def work_of(step: Step, at: Situation) -> Work:
-    """The work of a launch."""
-    describe = WORK.get(step.kernel)
-    return SMALL if describe is None else describe(step, at)
+    """The work of a launch: of ours as the kernel declares it, of a product of the library by its weight."""
+    if step.launch is not None:
+        return work.work_of(step.launch, at)
+    if step.product is None:
+        return work.SMALL
+    weight, rows = step.product
+    flops = 2 * rows * weight.shape[-1] * weight.shape[-2]
+    return Work(weight.nbytes, MULTIPROCESSORS, in_flight=64 * 1024, memory=1, cache=1, flops=flops)
 
 
 @cache
@@ -290,11 +101,12 @@ def _table() -> dict[str, list[dict[str, int]]]:
 
 def places(step: Step) -> int:
     """Programs of a launch that are resident at once, by the most registers and shared memory of the kernel's forms with as many warps."""
-    entries = [used for used in _table().get(step.kernel, []) if used["warps"] == step.warps]
+    warps = 4 if step.launch is None else step.launch.num_warps
+    entries = [used for used in _table().get(step.kernel, []) if used["warps"] == warps]
     if not entries:
         return MULTIPROCESSORS
     most = {key: max(used[key] for used in entries) for key in ("registers", "shared")}
-    return MULTIPROCESSORS * resident({**most, "warps": step.warps})
+    return MULTIPROCESSORS * resident({**most, "warps": warps})
 
 
 def estimate(step: Step, at: Situation, hardware: Hardware, device: Latencies = HOPPER) -> Estimate:
@@ -306,15 +118,15 @@ def estimate(step: Step, at: Situation, hardware: Hardware, device: Latencies = 
         hardware: its bandwidth.
         device: constants of the GPU.
     """
-    work, room = work_of(step, at), places(step)
+    found, room = work_of(step, at), places(step)
     # Inductor's kernels and the library's begin after the one before them has ended.
     early = at.programmatic and step.kernel not in (INDUCTOR, LIBRARY)
-    waves = -(-work.programs // room)
-    exposed = waves * (work.memory * device.memory + work.cache * device.cache)
-    stream = _stream(work, room, hardware.bandwidth, device)
+    waves = -(-found.programs // room)
+    exposed = waves * (found.memory * device.memory + found.cache * device.cache)
+    stream = _stream(found, room, hardware.bandwidth, device)
     if hardware.flops is not None:
-        stream = max(stream, work.flops / hardware.flops)
-    return Estimate(step, work, device.programmatic_gap if early else device.gap, exposed, stream, work.alone / device.link)
+        stream = max(stream, found.flops / hardware.flops)
+    return Estimate(step, found, device.programmatic_gap if early else device.gap, exposed, stream, found.alone / device.link)
 
 
 def _stream(work: Work, places: int, bandwidth: float, device: Latencies) -> float:

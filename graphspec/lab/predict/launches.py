@@ -7,9 +7,8 @@ their neighbours. ``tests/lab/test_latency.py`` compares that rule with the code
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -56,27 +55,19 @@ class Step:
 
     Attributes:
         kernel: its name, :data:`INDUCTOR` or :data:`LIBRARY`.
-        values: arguments and compile-time constants by name; tensors have no data.
+        launch: of a kernel of ours; its tensors have no data.
+        product: weight and rows of a product of the library.
     """
 
     stage: str
     kernel: str
-    grid: tuple[int, ...] = (1,)
-    values: Mapping[str, Any] = field(default_factory=dict)
-    warps: int = 4
-    stages: int = 1
-
-    @property
-    def programs(self) -> int:
-        """All of the grid."""
-        return math.prod(self.grid)
+    launch: Launch | None = None
+    product: tuple[Tensor, int] | None = None
 
     @classmethod
     def of(cls, stage: str, launch: Launch) -> Step:
         """A recorded launch."""
-        names = launch.kernel.arg_names
-        values = {**dict(zip(names, launch.args, strict=False)), **launch.constexprs}
-        return cls(stage, launch.kernel.fn.__name__.strip("_"), launch.grid, values, launch.num_warps, launch.num_stages)
+        return cls(stage, launch.kernel.fn.__name__.strip("_"), launch)
 
 
 class _Between(TorchDispatchMode):
@@ -88,7 +79,7 @@ class _Between(TorchDispatchMode):
     def __init__(self, launches: Sequence[Launch]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.launches = launches
-        self.found: dict[int, list[int | Mapping[str, Any]]] = {}
+        self.found: dict[int, list[int | tuple[Tensor, int]]] = {}
         self._copied: dict[int, int] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,7 +98,7 @@ class _Between(TorchDispatchMode):
 
     def product(self, weight: Tensor, rows: int) -> None:
         """A product that the library computes."""
-        self.found.setdefault(len(self.launches), []).append({"weight": weight, "rows": rows})
+        self.found.setdefault(len(self.launches), []).append((weight, rows))
 
 
 def planned_steps(
@@ -179,7 +170,7 @@ def record(plan: Plan, target: Decoder, draft: Any, lanes: int, sampling: Sampli
         # Ops after the last launch of a stage are fused with those before the first launch of the next one.
         name = next((name for name, end in ends if place < end), ends[-1][0])
         for one in between.found.get(place, ()):
-            steps += [Step(name, INDUCTOR)] * max(one, 1) if isinstance(one, int) else [Step(name, LIBRARY, values=one)]
+            steps += [Step(name, INDUCTOR)] * max(one, 1) if isinstance(one, int) else [Step(name, LIBRARY, product=one)]
         if place < len(launches):
             steps.append(Step.of(name, launches[place]))
     return steps

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Generator, Tensor
 
 from graphspec.kernels.op import Case
-
-Draw = Callable[[Generator, int, int, int, int, int, int], Case]
-"""Inputs of a rule's ops from numbers of lanes, tokens, key heads and value heads, and the sizes of a key and a value."""
 
 
 def random_tokens(generator: Generator, lanes: int, tokens: int, key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Case:
@@ -42,38 +37,31 @@ def random_ancestors(generator: Generator, lanes: int, tokens: int) -> Tensor:
     return (bits.view(lanes, tokens, words, 64) << torch.arange(64)).sum(-1)
 
 
-def tree_cases(draw: Draw, generator: Generator) -> list[Case]:
-    """Odd sizes, unused nodes, more than one word."""
+def _tree_cases(generator: Generator) -> list[Case]:
+    """Of both rules; odd sizes, unused nodes, more than one word."""
 
-    def case(lanes: int, tokens: int, *sizes: int) -> Case:
-        made = draw(generator, lanes, tokens, *sizes)
-        return {**made, "ancestors_BTX": random_ancestors(generator, lanes, tokens)}
+    def case(selective: bool, lanes: int, tokens: int, *sizes: int) -> Case:
+        made = random_tokens(generator, lanes, tokens, *sizes)
+        skip = torch.randn(sizes[1], generator=generator) if selective else None
+        return {**made, "skip_H": skip, "ancestors_BTX": random_ancestors(generator, lanes, tokens)}
 
-    return [case(1, 1, 1, 1, 4, 4), case(2, 5, 2, 4, 8, 6), case(3, 9, 1, 3, 5, 7), case(1, 66, 1, 1, 4, 8)]
+    sizes = ((1, 1, 1, 1, 4, 4), (2, 5, 2, 4, 8, 6), (3, 9, 1, 3, 5, 7), (1, 66, 1, 1, 4, 8))
+    return [case(selective, *one) for selective in (False, True) for one in sizes]
 
 
-def run_cases(draw: Draw, generator: Generator) -> list[Case]:
-    """Odd sizes, runs of every length, fresh rows."""
+def _run_cases(generator: Generator) -> list[Case]:
+    """Of both rules; odd sizes, runs of every length, fresh rows."""
 
-    def case(lanes: int, tokens: int, *sizes: int, fresh: bool) -> Case:
-        made = draw(generator, lanes, tokens, *sizes)
+    def case(selective: bool, fresh: bool, lanes: int, tokens: int, *sizes: int) -> Case:
+        made = random_tokens(generator, lanes, tokens, *sizes)
+        made["skip_H"] = torch.randn(sizes[1], generator=generator) if selective else None
         made["length_B"] = torch.randint(0, tokens + 1, (lanes,), generator=generator)
         made["length_B"][0] = tokens
         made["fresh_B"] = torch.rand(lanes, generator=generator) < 0.5 if fresh else None
         return made
 
-    return [
-        case(1, 1, 1, 1, 4, 4, fresh=False),
-        case(3, 6, 2, 4, 8, 6, fresh=True),
-        case(4, 5, 1, 3, 5, 7, fresh=False),
-        case(2, 130, 1, 2, 4, 8, fresh=True),
-    ]
-
-
-def random_ssm(generator: Generator, lanes: int, tokens: int, groups: int, heads: int, state_dim: int, head_dim: int) -> Case:
-    """Inputs of an op over ``lanes + 2`` rows and two layers, as cases have them."""
-    case = random_tokens(generator, lanes, tokens, groups, heads, state_dim, head_dim)
-    return {**case, "skip_H": torch.randn(heads, generator=generator)}
+    sizes = ((False, 1, 1, 1, 1, 4, 4), (True, 3, 6, 2, 4, 8, 6), (False, 4, 5, 1, 3, 5, 7), (True, 2, 130, 1, 2, 4, 8))
+    return [case(selective, *one) for selective in (False, True) for one in sizes]
 
 
 def conv_shift(generator: Generator) -> list[Case]:
@@ -97,36 +85,8 @@ def conv_shift(generator: Generator) -> list[Case]:
     return [case(1, 1, 1, 1, 3, 4), case(3, 3, 9, 5, 3, 6), case(2, 4, 5, 5, 1, 3), case(1, 3, 12, 12, 3, 5, fresh=True)]
 
 
-def delta_chunk(generator: Generator) -> list[Case]:
-    return run_cases(random_tokens, generator)
-
-
-def delta_scan(generator: Generator) -> list[Case]:
-    return run_cases(random_tokens, generator)
-
-
-def delta_solve(generator: Generator) -> list[Case]:
-    return tree_cases(random_tokens, generator)
-
-
-def delta_walk(generator: Generator) -> list[Case]:
-    return tree_cases(random_tokens, generator)
-
-
-def ssm_chunk(generator: Generator) -> list[Case]:
-    return run_cases(random_ssm, generator)
-
-
-def ssm_dual(generator: Generator) -> list[Case]:
-    return tree_cases(random_ssm, generator)
-
-
-def ssm_scan(generator: Generator) -> list[Case]:
-    return run_cases(random_ssm, generator)
-
-
-def ssm_walk(generator: Generator) -> list[Case]:
-    return tree_cases(random_ssm, generator)
+state_walk = state_tree = _tree_cases
+state_scan = state_chunk = _run_cases
 
 
 def state_commit(generator: Generator) -> list[Case]:

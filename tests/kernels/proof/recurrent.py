@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 
@@ -28,88 +30,44 @@ AOT["conv_shift"] = (
 )
 
 
-def _delta_chunk(name: str, lanes: int, tokens: int, dtype: torch.dtype = torch.bfloat16) -> AotCase:
-    return aot_case(name, "delta_chunk", {**QWEN3_NEXT, "B": lanes, "T": tokens}, layer=3, mixed_BTE=dtype)
+def _delta(name: str, op: str, lanes: int, tokens: int, dtype: torch.dtype = torch.bfloat16) -> AotCase:
+    given: dict[str, Any] = {"skip_H": None} | ({"fresh_B": None} if op == "state_scan" and "fresh" not in name else {})
+    sizes = {**QWEN3_NEXT, "B": lanes, "T": tokens, "X": triton.cdiv(tokens, 64)}
+    return aot_case(f"qwen3-next-{name}", op, sizes, layer=3, mixed_BTE=dtype, **given)
 
 
-AOT["delta_chunk"] = (_delta_chunk("qwen3-next-b1-t512", 1, 512), _delta_chunk("qwen3-next-b4-t256-fp32", 4, 256, torch.float32))
+def _ssm(name: str, op: str, model: dict[str, int], lanes: int, tokens: int, dtype: torch.dtype = torch.bfloat16) -> AotCase:
+    given: dict[str, Any] = {"fresh_B": None} if op == "state_scan" and "fresh" not in name else {}
+    return aot_case(name, op, {**model, "B": lanes, "T": tokens, "X": triton.cdiv(tokens, 64)}, layer=3, mixed_BTE=dtype, **given)
 
 
-def _delta_scan(name: str, lanes: int, tokens: int) -> AotCase:
-    given = {} if "fresh" in name else {"fresh_B": None}
-    return aot_case(name, "delta_scan", {**QWEN3_NEXT, "B": lanes, "T": tokens}, layer=3, mixed_BTE=torch.bfloat16, **given)
-
-
-AOT["delta_scan"] = (_delta_scan("qwen3-next-b8-t64", 8, 64), _delta_scan("qwen3-next-fresh-b1-t256", 1, 256))
-
-
-def _delta_solve(name: str, lanes: int, nodes: int, dtype: torch.dtype = torch.bfloat16) -> AotCase:
-    return aot_case(name, "delta_solve", {**QWEN3_NEXT, "B": lanes, "T": nodes, "X": 1}, layer=3, mixed_BTE=dtype)
-
-
-AOT["delta_solve"] = (
-    _delta_solve("qwen3-next-b1-n8", 1, 8),
-    _delta_solve("qwen3-next-b8-n32", 8, 32),
-    _delta_solve("qwen3-next-b1-n64-fp32", 1, 64, torch.float32),
+AOT["state_walk"] = (
+    _delta("b1-n1", "state_walk", 1, 1),
+    _delta("b8-n16", "state_walk", 8, 16),
+    _delta("b1-n128-fp32", "state_walk", 1, 128, torch.float32),
+    _ssm("nemotron-h-b1-n1", "state_walk", NEMOTRON_H, 1, 1),
+    _ssm("nemotron-h-b8-n16", "state_walk", NEMOTRON_H, 8, 16),
+    _ssm("nemotron-h-b1-n128-fp32", "state_walk", NEMOTRON_H, 1, 128, torch.float32),
+    _ssm("wide-state-b8-n16", "state_walk", WIDE_STATE, 8, 16),
+    _delta("tree-b1-n8", "state_tree", 1, 8),
+    _delta("tree-b8-n32", "state_tree", 8, 32),
+    _delta("tree-b1-n64-fp32", "state_tree", 1, 64, torch.float32),
+    _ssm("nemotron-h-tree-b1-n8", "state_tree", NEMOTRON_H, 1, 8),
+    _ssm("nemotron-h-tree-b8-n32", "state_tree", NEMOTRON_H, 8, 32),
+    _ssm("nemotron-h-tree-b1-n64-fp32", "state_tree", NEMOTRON_H, 1, 64, torch.float32),
+    _ssm("wide-state-tree-b8-n16", "state_tree", WIDE_STATE, 8, 16),
 )
-
-
-def _delta_walk(name: str, lanes: int, nodes: int, dtype: torch.dtype = torch.bfloat16) -> AotCase:
-    sizes = {**QWEN3_NEXT, "B": lanes, "T": nodes, "X": triton.cdiv(nodes, 64)}
-    return aot_case(name, "delta_walk", sizes, layer=3, mixed_BTE=dtype)
-
-
-AOT["delta_walk"] = (
-    _delta_walk("qwen3-next-b1-n1", 1, 1),
-    _delta_walk("qwen3-next-b8-n16", 8, 16),
-    _delta_walk("qwen3-next-b1-n128-fp32", 1, 128, torch.float32),
-)
-
-
-def _ssm_chunk(name: str, sizes: dict[str, int], lanes: int, tokens: int, dtype: torch.dtype = torch.bfloat16) -> AotCase:
-    return aot_case(name, "ssm_chunk", {**sizes, "B": lanes, "T": tokens}, layer=3, mixed_BTE=dtype)
-
-
-AOT["ssm_chunk"] = (
-    _ssm_chunk("nemotron-h-b1-t512", NEMOTRON_H, 1, 512),
-    _ssm_chunk("nemotron-h-b4-t256-fp32", NEMOTRON_H, 4, 256, torch.float32),
-    _ssm_chunk("wide-state-b1-t512", WIDE_STATE, 1, 512),
-)
-
-
-def _ssm_dual(name: str, sizes: dict[str, int], lanes: int, nodes: int, dtype: torch.dtype = torch.bfloat16) -> AotCase:
-    return aot_case(name, "ssm_dual", {**sizes, "B": lanes, "T": nodes, "X": 1}, layer=3, mixed_BTE=dtype)
-
-
-AOT["ssm_dual"] = (
-    _ssm_dual("nemotron-h-b1-n8", NEMOTRON_H, 1, 8),
-    _ssm_dual("nemotron-h-b8-n32", NEMOTRON_H, 8, 32),
-    _ssm_dual("nemotron-h-b1-n64-fp32", NEMOTRON_H, 1, 64, torch.float32),
-    _ssm_dual("wide-state-b8-n16", WIDE_STATE, 8, 16),
-)
-
-
-def _ssm_scan(name: str, model: dict[str, int], lanes: int, tokens: int) -> AotCase:
-    given = {} if "fresh" in name else {"fresh_B": None}
-    return aot_case(name, "ssm_scan", {**model, "B": lanes, "T": tokens}, layer=3, mixed_BTE=torch.bfloat16, **given)
-
-
-AOT["ssm_scan"] = (
-    _ssm_scan("nemotron-h-b8-t64", NEMOTRON_H, 8, 64),
-    _ssm_scan("nemotron-h-fresh-b1-t256", NEMOTRON_H, 1, 256),
-    _ssm_scan("wide-state-b8-t16", WIDE_STATE, 8, 16),
-)
-
-
-def _ssm_walk(name: str, sizes: dict[str, int], lanes: int, nodes: int, dtype: torch.dtype = torch.bfloat16) -> AotCase:
-    return aot_case(name, "ssm_walk", {**sizes, "B": lanes, "T": nodes, "X": triton.cdiv(nodes, 64)}, layer=3, mixed_BTE=dtype)
-
-
-AOT["ssm_walk"] = (
-    _ssm_walk("nemotron-h-b1-n1", NEMOTRON_H, 1, 1),
-    _ssm_walk("nemotron-h-b8-n16", NEMOTRON_H, 8, 16),
-    _ssm_walk("nemotron-h-b1-n128-fp32", NEMOTRON_H, 1, 128, torch.float32),
-    _ssm_walk("wide-state-b8-n16", WIDE_STATE, 8, 16),
+AOT["state_scan"] = (
+    _delta("b8-t64", "state_scan", 8, 64),
+    _delta("fresh-b1-t256", "state_scan", 1, 256),
+    _ssm("nemotron-h-b8-t64", "state_scan", NEMOTRON_H, 8, 64),
+    _ssm("nemotron-h-fresh-b1-t256", "state_scan", NEMOTRON_H, 1, 256),
+    _ssm("wide-state-b8-t16", "state_scan", WIDE_STATE, 8, 16),
+    _delta("chunk-b1-t512", "state_chunk", 1, 512),
+    _delta("chunk-b4-t256-fp32", "state_chunk", 4, 256, torch.float32),
+    _ssm("nemotron-h-chunk-b1-t512", "state_chunk", NEMOTRON_H, 1, 512),
+    _ssm("nemotron-h-chunk-b4-t256-fp32", "state_chunk", NEMOTRON_H, 4, 256, torch.float32),
+    _ssm("wide-state-chunk-b1-t512", "state_chunk", WIDE_STATE, 1, 512),
 )
 
 

@@ -24,7 +24,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ....errors import ConfigError
-from ...fused.launch import launch, register
+from ...fused.launch import Launch, launch, register
+from ...fused.work import Situation, Work, works
 
 SPLIT = 256
 """Fewest slots of a split; doubled until :data:`SPLITS` splits cover a lane."""
@@ -66,6 +67,24 @@ def _bit(word, column):
     return ((half >> (column & 31).to(tl.uint32)) & 1) != 0
 
 
+def _work(launch: Launch, at: Situation) -> Work:
+    values = launch.values
+    lanes, block = values["table"].shape[0], values["BLOCK_N"]
+    slots = at.context + values["tokens"]
+    blocks = -(-slots // (block * values["splits"]))
+    row = (values["width"] + values["rope"]) * values["pool"].element_size()
+    return Work(
+        bytes=lanes * slots * row, programs=launch.programs, in_flight=(launch.num_stages - 1) * block * row,
+        memory=1 + blocks / max(launch.num_stages - 1, 1), cache=2,
+    )  # fmt: skip
+
+
+def _merge_work(launch: Launch, at: Situation) -> Work:
+    values = launch.values
+    return Work(cache=1 + -(-values["splits"] // values["MERGE"]), alone=values["splits"] * values["width"] * 4)
+
+
+@works(_work)
 @triton.jit(do_not_specialize=["first_pair"])
 def _latent_attention(
     query_latent, query_rope, pool, table, begin, end, valid, ancestors, out, peak, total, scale,
@@ -188,6 +207,7 @@ def _latent_attention(
         tl.store(out + line[:, None] * width + channel[None, :], mixed, mask=alive[:, None] & kept[None, :])
 
 
+@works(_merge_work)
 @triton.jit(do_not_specialize=["first_pair"])
 def _merge(
     partial, peak, total, out, first_pair, tiles, rows_of_lane, splits, width,

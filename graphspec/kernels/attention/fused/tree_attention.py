@@ -32,7 +32,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ....errors import ConfigError
 from ...fused import _partials as partials
-from ...fused.launch import INTERPRETED, launch, multiprocessors, register, semaphores
+from ...fused.launch import INTERPRETED, Launch, launch, multiprocessors, register, semaphores
+from ...fused.work import ARRIVAL, Situation, Work, works
 
 RUN, STRETCH = 1024, 8192
 """Slots of a run and of a stretch; the result's bits depend on them."""
@@ -83,6 +84,34 @@ def _write(
     tl.store(at, value.to(out.dtype.element_ty), mask=live[:, None] & (channel < DIM)[None, :])
 
 
+def _work(launch: Launch, at: Situation) -> Work:
+    values = launch.values
+    block, run = values["BLOCK"], values["RUN"]
+    tokens = values["all_rows"] // values["REPEAT"]
+    slots = min(at.context + tokens, values["length"])
+    blocks, most = -(-slots // block), values["UNITS_PER_PROGRAM"] * values["programs"]
+    unit = 1 if blocks <= most else run if -(-blocks // run) <= most else values["STRETCH"]
+    units = -(-blocks // unit)
+    lanes = values["table"].shape[0]
+    arriving = min(units, values["programs"])
+    rows = min(values["ROWS"], values["part_rows"])
+    # A block of keys and values is in flight; its page ids were loaded while the block before was computed.
+    in_turn = -(-units // values["programs"]) * min(unit, blocks)
+    # The arrival, a claim, and the partials, this many per load.
+    merge = ARRIVAL + -(-units // values["MERGE_UNROLL"]) if units > 1 else 0
+    row = 2 * values["DIM"] * values["keys"].element_size()
+    return Work(
+        bytes=lanes * values["GROUPS"] * slots * row,
+        programs=lanes * values["GROUPS"] * arriving,
+        in_flight=block * row,
+        memory=in_turn,
+        cache=1 + merge,
+        alone=rows * units * (values["DIM"] + 2) * 4 / min(arriving, max(values["helpers"], 1)) if units > 1 else 0,
+        flops=4 * lanes * values["all_rows"] * values["GROUPS"] * slots * values["DIM"],
+    )
+
+
+@works(_work)
 @triton.jit
 def _tree_attention(
     out, query, keys, table, begin, end, ancestors, part_acc, part_stat, counters, sinks,

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...fused.launch import INTERPRETED
+from ...fused.launch import INTERPRETED, Launch
+from ...fused.work import ARRIVAL, Situation, Work, works
 from ...sampling.fused._vocabulary import arrive, exp_exact
 from ._packed import dequantised, fields_from, pair
 
@@ -108,6 +109,43 @@ def _row_squares(x, squares, inputs, inner, x_outer, x_inner, BLOCK: tl.constexp
     tl.store(squares + row, tl.sum(total, 0))
 
 
+_FIELDS = ("weight", "scales", "super_scales", "zeros", "minimums", "super_minimums", "group_of")
+"""Arguments that are a weight."""
+
+
+def _linear_work(launch: Launch, at: Situation) -> Work:
+    values = launch.values
+    weight = values["weight"]
+    channels, item = values["inputs"], values["x"].element_size()
+    held = sum(values[name].nbytes for name in _FIELDS if values[name] is not None)
+    cut = values["SPLITS"] > 1
+    rows = values["rows"]
+    halves = 2 if values["GATED"] else 1
+    # Codes may have less than a byte.
+    tile = (values["TILE_O"] * halves * weight[0].nbytes / channels + values["TILE_M"] * item) * values["TILE_K"]
+    part = values["SPLITS"] * values["TILE_O"] * halves * min(rows, values["TILE_M"]) * 4 if cut else 0
+    logits = 4 * rows * weight.shape[0] if values["out"].element_size() == 4 and item < 4 else 0
+    # The inputs of the norm's factors arrive together with the first weights, which are on their way to the cache while the kernel before
+    # still runs.
+    ahead = at.programmatic and values["PREFETCH"] > 0
+    return Work(
+        bytes=held + logits,
+        programs=launch.programs,
+        in_flight=(launch.num_stages - 1) * tile,
+        memory=0 if ahead else 1,
+        cache=(ARRIVAL if cut else 1) + ahead,
+        alone=part,
+        flops=2 * rows * weight.shape[0] * channels,
+    )
+
+
+def _dequantise_work(launch: Launch, at: Situation) -> Work:
+    values = launch.values
+    size = sum(values[name].nbytes for name in (*_FIELDS, "out") if values[name] is not None)
+    return Work(bytes=size, programs=launch.programs, in_flight=values["weight"].nbytes / launch.programs, memory=1, cache=1)
+
+
+@works(_linear_work)
 @triton.jit
 def _linear(
     x, weight, scales, super_scales, zeros, minimums, super_minimums, group_of, bias, norm_weight, squares, residual, out, sums,
@@ -248,6 +286,7 @@ def _linear(
             _finish(acc, up, output, row, in_rows, bias, residual_at, out, outputs, sums_at, GATED, dtype)
 
 
+@works(_dequantise_work)
 @triton.jit
 def _dequantise(
     weight, scales, super_scales, zeros, minimums, super_minimums, group_of, out,

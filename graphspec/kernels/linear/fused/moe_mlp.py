@@ -15,7 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...fused.launch import launch, register, semaphores
+from ...fused.launch import Launch, launch, register, semaphores
+from ...fused.work import Situation, Work, works
+from ..moe_route import distinct_experts
 
 SCANNED = 512
 """Most choices (tokens x experts per token) that programs scan themselves."""
@@ -66,6 +68,24 @@ def _picked(match, rank, order, begin, expert, start, count, SORTED: tl.constexp
     return choice
 
 
+def _work(launch: Launch, at: Situation) -> Work:
+    values = launch.values
+    weight = values["weights"]
+    count, topk = weight.shape[0], values["topk"]
+    hit = distinct_experts(count, topk, values["count_all"] / topk)
+    # Gate and up are two tiles.
+    tile = values["ROWS"] * values["STEP"] * weight.element_size() * (2 if values.get("GATED") else 1)
+    return Work(
+        bytes=weight.numel() * weight.element_size() * hit / count,
+        programs=launch.programs,
+        in_flight=max(launch.num_stages - 1, 1) * tile,
+        memory=1,
+        cache=2,
+        flops=2 * values["count_all"] * weight[0].numel(),
+    )
+
+
+@works(_work)
 @triton.jit
 def _gate_up(
     x, index, order, begin, weights, out, count_all, topk, hidden, width, x_stride,
@@ -108,6 +128,7 @@ def _gate_up(
         tl.store(out + choice.to(tl.int64)[None, :] * width + row[:, None], active, mask=inside & alive[None, :])
 
 
+@works(_work)
 @triton.jit
 def _down(
     active, index, weight, order, begin, weights, partial, out, counters, count_all, topk, hidden, width, tokens, programs,

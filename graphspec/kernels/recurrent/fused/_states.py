@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ...fused.launch import Launch
+from ...fused.work import Situation, Work
 from ..delta_rule import NORM_EPS
 
 TILE = 4096
@@ -21,6 +23,27 @@ COLUMNS = 32
 """Most columns of a tile."""
 PART = 32
 """Key channels that a block of tokens loads at a time."""
+
+
+def states_work(launch: Launch, at: Situation) -> Work:
+    """States of recurrent layers: read once from memory, for one layer by verification; the commit writes them too, for all layers.
+
+    A program that holds its tile processes tokens one by one, in the commit after looking each up on the path; others read the state part
+    by part.
+    """
+    values = launch.values
+    commits, matrix = "length" in values, values["matrix"]
+    if commits:
+        layers, turns = matrix.shape[1], 2 * values["steps"]
+    else:
+        layers, turns = 1, values["KEY_PAD"] // values["PART"] if "PART" in values else values["nodes"]
+    return Work(
+        bytes=4 * values["lane_row"].shape[0] * layers * matrix[0, 0].numel() * (2 if commits else 1),
+        programs=launch.programs,
+        in_flight=4 * values.get("PART", values["KEY_PAD"]) * values["COLUMNS"],
+        memory=1,
+        cache=1 + turns,
+    )
 
 
 def head_sizes(mixed: Tensor, matrix: Tensor, *, selective: bool) -> dict[str, Any]:

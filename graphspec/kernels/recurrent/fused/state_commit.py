@@ -7,8 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...fused.launch import launch, register
+from ...fused.work import works
 from ._convolution import activated, add_tap
-from ._states import head_sizes, head_state, own_columns, state_tile, token_places
+from ._states import head_sizes, head_state, own_columns, state_tile, states_work, token_places
 from .delta_rule import delta_change
 from .ssm_rule import ssm_change
 
@@ -29,6 +30,7 @@ def _convolved(
     return activated(total, nodes.dtype.element_ty).to(tl.float32)
 
 
+@works(states_work)
 @triton.jit
 def _commit_states(
     matrix, inputs, gate, weight, bias, column, lane_row, path, length, lanes, tokens, steps, layers,

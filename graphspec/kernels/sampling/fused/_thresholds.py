@@ -22,9 +22,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...fused.launch import launch, semaphores
+from ...fused.launch import Launch, launch, semaphores
+from ...fused.work import Situation, Work, works
 from ..filter_logits import MASS_BITS
-from ._vocabulary import arrive, exp_exact, is_finite, log_exact, ordered, unordered
+from ._vocabulary import arrive, exp_exact, is_finite, log_exact, ordered, unordered, vocabulary_work
 
 BLOCK = 1024
 BINS = 4096
@@ -50,6 +51,14 @@ def _bin(x, peak, BINS: tl.constexpr):
     return tl.minimum(tl.maximum((distance >> _MANTISSA_REST) - _FIRST_BIN, 0), BINS - 1)
 
 
+def _searched_work(launch: Launch, at: Situation) -> Work:
+    """The last program of a row reads a list once for every 11 bits, and once more for the probability mass within top-k."""
+    found = vocabulary_work(launch, at)
+    passes = 4 if launch.kernel is _kth_largest else 3
+    return Work(found.bytes, found.programs, found.in_flight, found.memory, found.cache + 2 * passes)
+
+
+@works(vocabulary_work)
 @triton.jit
 def _peaks(
     logits, part_peak, part_flag, peak, sound, count, mass, length, counters, vocab, parts,
@@ -87,6 +96,7 @@ def _peaks(
             tl.store(sound + row, (worst < 2) & (top > float("-inf")))
 
 
+@works(vocabulary_work)
 @triton.jit
 def _histogram(
     logits, temperature, top_k, peak, count, mass, threshold, chosen, counters, vocab, parts, rows_per_lane,
@@ -231,6 +241,7 @@ def _list_mass(values, size, key, peak, temperature):
     return tl.sum(total)
 
 
+@works(_searched_work)
 @triton.jit
 def _kth_largest(
     logits, temperature, top_p, peak, count, mass, threshold, chosen, share, values, length, counters, vocab, parts, rows_per_lane,
@@ -275,6 +286,7 @@ def _kth_largest(
         tl.store(share + row, wanted)
 
 
+@works(_searched_work)
 @triton.jit
 def _least(
     logits, temperature, top_p, min_p, peak, mass, threshold, chosen, share, values, length, counters, vocab, parts, rows_per_lane,

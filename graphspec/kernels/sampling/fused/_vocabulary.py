@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from ...fused.launch import INTERPRETED
+from ...fused.launch import INTERPRETED, Launch
+from ...fused.work import ARRIVAL, Situation, Work
 from ..noise import BELOW_ONE, KEY_A, KEY_B
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -15,6 +16,11 @@ _KEY_B = tl.constexpr(KEY_B)
 _BELOW_ONE = tl.constexpr(BELOW_ONE)
 LOWEST = tl.constexpr(-(1 << 63))
 """Smaller than every packed pair."""
+
+
+def vocabulary_work(launch: Launch, at: Situation) -> Work:
+    logits = launch.values["logits"]
+    return Work(bytes=logits.numel() * logits.element_size(), programs=launch.programs, memory=1, cache=1 + ARRIVAL)
 
 
 @triton.jit

@@ -9,10 +9,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused.launch import launch, register, semaphores
+from ...fused.work import works
 from ._thresholds import BLOCK, Split, thresholds
-from ._vocabulary import LOWEST, arrive, hash_words, is_finite, pack, packed_index, packed_value, perturb
+from ._vocabulary import LOWEST, arrive, hash_words, is_finite, pack, packed_index, packed_value, perturb, vocabulary_work
 
 
+@works(vocabulary_work)
 @triton.jit
 def _sample_tokens(
     logits, temperature, seed, position, threshold, part_best, part_flag, counters, token, sound, vocab, parts, rows_per_lane,

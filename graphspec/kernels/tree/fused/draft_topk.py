@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused.launch import launch, register, semaphores
+from ...fused.work import works
 from ...sampling.fused._vocabulary import (  # fmt: skip
     LOWEST,
     arrive,
@@ -20,6 +21,7 @@ from ...sampling.fused._vocabulary import (  # fmt: skip
     packed_index,
     packed_value,
     perturb,
+    vocabulary_work,
 )
 
 CHUNK = 1024
@@ -28,6 +30,7 @@ MERGE = 4096
 """Chunk winners compared at once; more are processed in several steps."""
 
 
+@works(vocabulary_work)
 @triton.jit
 def _draft_topk(
     logits, target_token, seed, position, temperature, part_best, part_peak, part_total, part_fault, counters, score, token, total, sound,

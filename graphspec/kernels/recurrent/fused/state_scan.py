@@ -1,4 +1,4 @@
-"""Recurrent layers over a run of tokens, for both rules: outputs and the row's new state, token by token or in blocks."""
+"""Triton kernels of :mod:`graphspec.kernels.recurrent.state_scan` and ``state_chunk``: tokens one by one, or in blocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...fused.launch import launch
+from ...fused.launch import launch, register
 from ._states import PART, head_sizes, head_state, own_columns, state_tile, token_of, token_places
 from .delta_rule import delta_block, delta_update
 from .ssm_rule import ssm_block, ssm_update
@@ -104,7 +104,7 @@ def _block_tokens(
             tl.store(place, tl.zeros([TOKENS, COLUMNS], out.dtype.element_ty), mask=stored)
 
 
-def scan_tokens(
+def state_scan(
     mixed_BTE: Tensor,
     gate_BTG: Tensor,
     skip_H: Tensor | None,
@@ -112,9 +112,8 @@ def scan_tokens(
     layer: int,
     lane_row_B: Tensor,
     length_B: Tensor,
-    fresh_B: Tensor | None,
+    fresh_B: Tensor | None = None,
 ) -> Tensor:
-    """Launcher of :mod:`..delta_scan` (``skip_H`` None) and :mod:`..ssm_scan`."""
     lanes, tokens, _ = mixed_BTE.shape
     sizes = head_sizes(mixed_BTE, matrix_RUHKV, selective=skip_H is not None)
     heads, _, width = matrix_RUHKV.shape[2:]
@@ -127,7 +126,7 @@ def scan_tokens(
     return out
 
 
-def block_tokens(
+def state_chunk(
     mixed_BTE: Tensor,
     gate_BTG: Tensor,
     skip_H: Tensor | None,
@@ -135,9 +134,8 @@ def block_tokens(
     layer: int,
     lane_row_B: Tensor,
     length_B: Tensor,
-    fresh_B: Tensor | None,
+    fresh_B: Tensor | None = None,
 ) -> Tensor:
-    """Launcher of :mod:`..delta_chunk` (``skip_H`` None) and :mod:`..ssm_chunk`."""
     lanes, tokens, _ = mixed_BTE.shape
     sizes = head_sizes(mixed_BTE, matrix_RUHKV, selective=skip_H is not None)
     heads, _, width = matrix_RUHKV.shape[2:]
@@ -148,3 +146,6 @@ def block_tokens(
         FRESH=fresh_B is not None, TOKENS=TOKENS, PART=min(PART, sizes["KEY_PAD"]), **sizes,
     )  # fmt: skip
     return out
+
+
+OP, CHUNK_OP = register(state_scan), register(state_chunk)

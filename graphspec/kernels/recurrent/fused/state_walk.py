@@ -1,4 +1,4 @@
-"""Recurrent layers over a tree of tokens, for both rules: the output of every node, node by node or all nodes at once. States stay."""
+"""Triton kernels of :mod:`graphspec.kernels.recurrent.state_walk` and ``state_tree``: nodes one by one, or all at once."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...fused.launch import launch
-from ._states import PART, head_sizes, head_state, own_columns, state_tile, token_of
+from ...fused.launch import launch, register
+from ...fused.work import works
+from ._states import PART, head_sizes, head_state, own_columns, state_tile, states_work, token_of
 from .delta_rule import delta_block, delta_update
 from .ssm_rule import ssm_block, ssm_update
 
@@ -17,6 +18,7 @@ MOST_NODES = 64
 """Most nodes that fit one program's registers at once; larger trees use the walk, which the contract allows."""
 
 
+@works(states_work)
 @triton.jit
 def _walk_nodes(
     out, mixed, gate, skip, matrix, lane_row, ancestors, nodes, layers, layer,
@@ -47,6 +49,7 @@ def _walk_nodes(
         tl.store(place, read.to(out.dtype.element_ty), mask=column < VALUE)
 
 
+@works(states_work)
 @triton.jit
 def _block_nodes(
     out, mixed, gate, skip, matrix, lane_row, ancestors, nodes, layers, layer,
@@ -74,10 +77,9 @@ def _block_nodes(
     tl.store(place, read.to(out.dtype.element_ty), mask=(node < nodes)[:, None] & (column < VALUE)[None, :])
 
 
-def walk_nodes(
+def state_walk(
     mixed_BTE: Tensor, gate_BTG: Tensor, skip_H: Tensor | None, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, ancestors_BTX: Tensor
 ) -> Tensor:
-    """Launcher of :mod:`..delta_walk` (``skip_H`` None) and :mod:`..ssm_walk`."""
     lanes, nodes, words = ancestors_BTX.shape
     sizes = head_sizes(mixed_BTE, matrix_RUHKV, selective=skip_H is not None)
     heads, _, width = matrix_RUHKV.shape[2:]
@@ -90,13 +92,12 @@ def walk_nodes(
     return out
 
 
-def block_nodes(
+def state_tree(
     mixed_BTE: Tensor, gate_BTG: Tensor, skip_H: Tensor | None, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, ancestors_BTX: Tensor
 ) -> Tensor:
-    """Launcher of :mod:`..delta_solve` (``skip_H`` None) and :mod:`..ssm_dual`."""
     lanes, nodes, _ = ancestors_BTX.shape
     if nodes > MOST_NODES:
-        return walk_nodes(mixed_BTE, gate_BTG, skip_H, matrix_RUHKV, layer, lane_row_B, ancestors_BTX)
+        return state_walk(mixed_BTE, gate_BTG, skip_H, matrix_RUHKV, layer, lane_row_B, ancestors_BTX)
     sizes = head_sizes(mixed_BTE, matrix_RUHKV, selective=skip_H is not None)
     heads, _, width = matrix_RUHKV.shape[2:]
     out = mixed_BTE.new_empty(lanes, nodes, heads, width)
@@ -107,3 +108,6 @@ def block_nodes(
         TOKENS=tokens, PART=min(PART if tokens == 16 else PART // 2, sizes["KEY_PAD"]), num_warps=4 if tokens == 16 else 8, **sizes,
     )  # fmt: skip
     return out
+
+
+OP, TREE_OP = register(state_walk), register(state_tree)
