@@ -277,9 +277,6 @@ def _fill_packed(
     """Give a layer its weight from tensors of which some have low precision. They lie below each other in the layer."""
     assert isinstance(owner.weight, nn.Parameter), "a layer that is not filled yet"
     outputs, channels = owner.weight.shape
-    if owner.shards:
-        hint = "runtime.tensor_parallel=1, or a checkpoint in bfloat16"
-        raise CheckpointError(checkpoint.key(sources[0]), "full precision where weights are spread over ranks", "low precision", hint)
     rows = owner.stored_parts if isinstance(owner, Linear) and len(sources) > 1 else (outputs // len(sources),) * len(sources)
     segments: list[Segment] = []
     for source, count in zip(sources, rows, strict=True):
@@ -295,6 +292,20 @@ def _fill_packed(
         if not torch.equal(order, torch.arange(outputs)):
             weight = weight.take(order)
     set_weight(owner, weight)
+
+
+def _check_packed_place(owner: nn.Module, blocks: list[tuple[str, ...]], key: str) -> None:
+    """Check that a weight of low precision can stand in this module.
+
+    Raises:
+        CheckpointError: among experts, or spread over ranks.
+    """
+    if isinstance(owner, Linear | Embedding) and owner.shards:
+        hint = "runtime.tensor_parallel=1, or a checkpoint in bfloat16"
+        raise CheckpointError(key, "full precision where weights are spread over ranks", "low precision", hint)
+    if len(blocks) > 1:
+        hint = "mixtures of experts load in float32, bfloat16 and float16"
+        raise CheckpointError(key, "experts that are not quantised", "low precision", hint)
 
 
 def fill(
@@ -321,20 +332,20 @@ def fill(
             missing = next((source for source in sorted(used) if source not in checkpoint), None)
             hint = _QUANTISED_HINT if _QUANTISED.search(name) else f"missing: {missing}" if missing else ""
             raise CheckpointError(checkpoint.key(name), "no such tensor", "one this model doesn't use", hint)
+    for name, blocks in wanted.items():
+        low = next((source for block in blocks for source in block if checkpoint.is_packed(source)), None)
+        if low is not None:
+            _check_packed_place(module.get_submodule(name.rpartition(".")[0]), blocks, checkpoint.key(low))
     done = 0
     for name, blocks in wanted.items():
         owner_name, _, leaf = name.rpartition(".")
         owner = module.get_submodule(owner_name)
-        if any(checkpoint.is_packed(source) for block in blocks for source in block):
-            if isinstance(owner, Linear | Embedding):
-                _fill_packed(owner, blocks[0], checkpoint, dtype, device)
-                done += len(blocks[0])
-                if progress is not None:
-                    progress(done, len(used))
-                continue
-            if len(blocks) > 1:
-                hint = "mixtures of experts load in float32, bfloat16 and float16"
-                raise CheckpointError(checkpoint.key(blocks[0][0]), "experts that are not quantised", "low precision", hint)
+        if isinstance(owner, Linear | Embedding) and any(map(checkpoint.is_packed, blocks[0])):
+            _fill_packed(owner, blocks[0], checkpoint, dtype, device)
+            done += len(blocks[0])
+            if progress is not None:
+                progress(done, len(used))
+            continue
         wide = leaf in getattr(owner, "float32_names", ())
         value = torch.empty(owner.get_parameter(leaf).shape, dtype=torch.float32 if wide else dtype, device=device)
         # One matrix per expert; the heads of a projection lie below each other in the checkpoint, unless it has them as we do.

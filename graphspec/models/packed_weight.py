@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,14 @@ class PackedWeight(nn.Module):
                 self.register_buffer(name, tensors[field], persistent=False)
             self._fields.append(names)
             self._formats.append(None if isinstance(segment, Tensor) else (segment.code, segment.group, segment.divides))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedWeight:
+        """Moves go through; codes and scales have no other dtype."""
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                made = fn(buffer)
+                self._buffers[name] = made if made.dtype == buffer.dtype else buffer.to(made.device)
+        return self
 
     @property
     def segments(self) -> tuple[Segment, ...]:
