@@ -223,10 +223,13 @@ def _group_of(network: nn.Module, name: str) -> str:
 def build_target(facts: ModelFacts, tap_layers: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Decoder:
     """The target network without data; its facts need only a ``config.json``. Tensors that are there decide if its head is tied.
 
-    Weights of low precision are those of the tensors, or without them, and of a rank, those that the config describes.
+    Weights of low precision are those of the tensors, or without them those that the config describes.
+
+    Raises:
+        CheckpointError: tensors of low precision that do not load, or not over so many ranks.
     """
     quantisation, there = read_quantisation(facts.path), Checkpoint.is_there(facts.path)
-    if there and not facts.sharding.sharded and (quantisation is not None or weights_files(facts.path)):
+    if there and (quantisation is not None or weights_files(facts.path)):
         return load_target(facts, tap_layers, 1, dtype, torch.device("meta"))
     if facts.tie_word_embeddings and there:
         facts = settle_head(facts, target_checkpoint(facts))
