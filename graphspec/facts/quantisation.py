@@ -7,8 +7,10 @@ isn't supported is refused here, before a tensor is read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,27 @@ SIDECAR = "hf_quant_config.json"
 
 
 @dataclass(frozen=True, slots=True)
+class Scheme:
+    """The form of a layer's codes, as far as a configuration tells; tensors decide where there are any.
+
+    Attributes:
+        code: of :data:`graphspec.kernels.linear.packed.CODES`.
+        group: channels that share a scale; 0: all of a row.
+        scale: dtype of the scales.
+        zeros: there are zero points.
+        whole: one more scale for the tensor.
+        targets: which layers, as compressed-tensors spells it.
+    """
+
+    code: str
+    group: int
+    scale: str
+    zeros: bool = False
+    whole: bool = False
+    targets: tuple[str, ...] = ("Linear",)
+
+
+@dataclass(frozen=True, slots=True)
 class Quantisation:
     """What tensors don't say.
 
@@ -39,11 +62,31 @@ class Quantisation:
         method: one of :data:`METHODS`.
         zero_offset: what is added to a stored zero point: 1 in GPTQ's first version.
         block: rows and channels of a block that has one scale, where scales belong to blocks.
+        schemes: of layers, the first whose targets match.
+        ignored: names and patterns of layers in full precision.
     """
 
     method: str
     zero_offset: int = 0
     block: tuple[int, int] | None = None
+    schemes: tuple[Scheme, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    def scheme(self, layer: str) -> Scheme | None:
+        """The codes of a linear layer by its name in the checkpoint; None: it has full precision."""
+        if any(_names(pattern, layer) for pattern in self.ignored):
+            return None
+        return next((one for one in self.schemes if any(target == "Linear" or _names(target, layer) for target in one.targets)), None)
+
+
+def _names(pattern: str, layer: str) -> bool:
+    """Whether an entry of a list of layers means this one: ``re:`` and wildcards as they say, else some consecutive parts of its name."""
+    if pattern.startswith("re:"):
+        try:
+            return re.match(pattern[3:], layer) is not None
+        except re.error:
+            return False
+    return fnmatchcase(layer, pattern) if "*" in pattern else f".{pattern}." in f".{layer}."
 
 
 def stored_quantisation(folder: Path) -> tuple[Any, str] | None:
@@ -90,7 +133,14 @@ def parse_quantisation(values: Any, key: str) -> Quantisation:
         if values.get(name) not in (None, {}, ""):
             raise CheckpointError(f"{key}.{name}", "null: keys and values are kept in the dtype of the model", brief(values[name]))
     checks = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq, "modelopt": _modelopt}
-    return checks[str(method)](values, key)
+    ignored = [name for key in ("ignore", "modules_to_not_convert", "exclude_modules") for name in _texts(values.get(key))]
+    # The language-model head is quantised where a list of layers says so.
+    ignored += ["lm_head"] if method in ("fp8", "gptq", "awq") else []
+    return replace(checks[str(method)](values, key), ignored=tuple(ignored))
+
+
+def _texts(values: object) -> Iterable[str]:
+    return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
 
 
 def _one_of(values: Mapping[str, Any], key: str, name: str, allowed: tuple[object, ...], default: object) -> Any:
@@ -112,7 +162,8 @@ def _block(values: Mapping[str, Any], key: str, name: str) -> tuple[int, int] | 
 
 def _fp8(values: Mapping[str, Any], key: str) -> Quantisation:
     _one_of(values, key, "fmt", ("e4m3", None), None)
-    return Quantisation("fp8", block=_block(values, key, "weight_block_size"))
+    block = _block(values, key, "weight_block_size")
+    return Quantisation("fp8", block=block, schemes=(Scheme("e4m3", block[1] if block else 0, "float32"),))
 
 
 def _compressed_tensors(values: Mapping[str, Any], key: str) -> Quantisation:
@@ -125,11 +176,32 @@ def _compressed_tensors(values: Mapping[str, Any], key: str) -> Quantisation:
     groups = values.get("config_groups", {})
     weights = [group.get("weights") for group in groups.values() if isinstance(group, Mapping)] if isinstance(groups, Mapping) else []
     blocks = [_block(one, f"{key}.config_groups.weights", "block_structure") for one in weights if isinstance(one, Mapping)]
-    return Quantisation("compressed-tensors", block=next((block for block in blocks if block is not None), None))
+    schemes = [_scheme(group) for group in groups.values() if isinstance(group, Mapping)] if isinstance(groups, Mapping) else []
+    found = tuple(scheme for scheme in schemes if scheme is not None)
+    return Quantisation("compressed-tensors", block=next((block for block in blocks if block is not None), None), schemes=found)
+
+
+def _scheme(group: Mapping[str, Any]) -> Scheme | None:
+    """Of a group of compressed-tensors' ``config_groups``."""
+    weights = group.get("weights")
+    if not isinstance(weights, Mapping):
+        return None
+    targets = tuple(_texts(group.get("targets"))) or ("Linear",)
+    kind: tuple[Any, Any] = (weights.get("num_bits"), weights.get("type", "int"))
+    size, block = weights.get("group_size"), weights.get("block_structure")
+    size = block[1] if isinstance(block, list) and len(block) == 2 else size
+    size = size if is_integer(size) and size > 0 else 0
+    if kind == (4, "float"):
+        small = size == 32
+        return Scheme("e2m1", size or 16, "uint8" if small else "float8_e4m3fn", whole=not small, targets=targets)
+    zeros = weights.get("symmetric", True) is False
+    codes: dict[tuple[Any, Any], str] = {(8, "float"): "e4m3", (4, "int"): "uint4" if zeros else "int4", (8, "int"): "int8"}
+    code = codes.get(kind)
+    return None if code is None else Scheme(code, size, "bfloat16", zeros, targets=targets)
 
 
 def _gptq(values: Mapping[str, Any], key: str) -> Quantisation:
-    _one_of(values, key, "bits", (4, 8), None)
+    bits = _one_of(values, key, "bits", (4, 8), None)
     version = _layout(values, key, "checkpoint_format", ("gptq", "gptq_v2"))
     dynamic = values.get("dynamic") or {}
     if not isinstance(dynamic, Mapping):
@@ -138,13 +210,19 @@ def _gptq(values: Mapping[str, Any], key: str) -> Quantisation:
         # Which layers a pattern means, and that they are left in full precision, is seen in their tensors.
         if isinstance(changes, Mapping) and "bits" in changes:
             _one_of(changes, f"{key}.dynamic.{plain(pattern)}", "bits", (4, 8), None)
-    return Quantisation("gptq", int(version == "gptq"))
+    return Quantisation("gptq", int(version == "gptq"), schemes=(Scheme(f"uint{bits}", _size(values), "float16", True),))
 
 
 def _awq(values: Mapping[str, Any], key: str) -> Quantisation:
     _layout(values, key, "version", ("gemm",))
     _one_of(values, key, "bits", (4,), None)
-    return Quantisation("awq")
+    return Quantisation("awq", schemes=(Scheme("uint4", _size(values), "float16", True),))
+
+
+def _size(values: Mapping[str, Any]) -> int:
+    """``group_size``; 0: there is none."""
+    size = values.get("group_size")
+    return size if is_integer(size) and size > 0 else 0
 
 
 def _layout(values: Mapping[str, Any], key: str, older: str, allowed: tuple[str, ...]) -> str:
@@ -157,5 +235,6 @@ def _layout(values: Mapping[str, Any], key: str, older: str, allowed: tuple[str,
 
 
 def _modelopt(values: Mapping[str, Any], key: str) -> Quantisation:
-    _one_of(values, key, "quant_algo", ALGORITHMS, None)
-    return Quantisation("modelopt")
+    found = _one_of(values, key, "quant_algo", ALGORITHMS, None)
+    scheme = Scheme("e2m1", 16, "float8_e4m3fn", whole=True) if "NVFP4" in found else Scheme("e4m3", 0, "float32")
+    return Quantisation("modelopt", schemes=(scheme,))

@@ -11,6 +11,7 @@ import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..facts.gguf_model import weights_files
+from ..facts.quantisation import read_quantisation
 from ..plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -68,6 +71,12 @@ def scratch_of(launcher: Callable[..., Any], *arguments: Any, **named: Any) -> i
     return sum(tensor.untyped_storage().nbytes() for tensor in found.made if _place(tensor) not in kept)
 
 
+def has_codes(folder: Path, layer: str = "layers.0.mlp.up_proj") -> bool:
+    """Whether a layer of a checkpoint may have low precision, by its name there; a GGUF file may have any such layer."""
+    quantisation = read_quantisation(folder)
+    return bool(weights_files(folder)) or (quantisation is not None and quantisation.scheme(layer) is not None)
+
+
 def kernel_scratch(plan: Plan) -> int:
     """The most scratch that any launcher call in a program of ``plan`` needs, in bytes.
 
@@ -100,11 +109,14 @@ def _op_scratch(name: str, sizes: tuple[tuple[str, int], ...], given: tuple[tupl
 
 
 @functools.lru_cache(maxsize=4096)
-def _linear(rows: int, outputs: int, inputs: int, dtype: str, numerics: str, norm: bool, gated: bool, added: bool, wide: bool) -> int:
+def _linear(
+    rows: int, outputs: int, inputs: int, dtype: str, numerics: str, norm: bool, gated: bool, added: bool, wide: bool, low: bool = False
+) -> int:
+    """``low``: of a weight in low precision, whose numbers are scratch where the library multiplies. As if they were one segment."""
     choice = importlib.import_module("graphspec.kernels.linear.fused.linear_choice")
     config = choice.LinearTable().choose(choice.LinearShape(rows, outputs, inputs, dtype, norm, gated, added, False, wide), numerics)
     if config is None:
-        return 0
+        return outputs * inputs * getattr(torch, dtype).itemsize if low else 0
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=getattr(torch, dtype), device="meta")
@@ -123,7 +135,7 @@ def _network(plan: Plan, model: ModelFacts, rows: int) -> Iterator[Call]:
     # Norms after attention and MLP, a multiplier, and a sum of two nets stand between a product and the residual.
     added = model.family.norms == "before" and not model.family.side_by_side and model.multipliers.residual == 1
     normed = added and model.family.norm != "float32"
-    widths = {model.intermediate_size}
+    low, widths = has_codes(model.path), {model.intermediate_size}
     if model.experts is not None:
         widths.add(model.experts.shared_size)
         experts, width, of = model.experts.num_experts, model.experts.intermediate_size, getattr(torch, plan.dtype)
@@ -131,16 +143,16 @@ def _network(plan: Plan, model: ModelFacts, rows: int) -> Iterator[Call]:
         entering = width if model.family.activation == "relu2" else 2 * width
         yield _op("moe_mlp", sizes, x_TH=of, gate_up_EFH=(of, experts, entering, hidden), down_EHF=of)
     for width in widths - {0}:
-        yield _linear, (rows, 2 * width, hidden, *kind, normed, True, False, False)
-        yield _linear, (rows, hidden, width, *kind, False, False, added, False)
+        yield _linear, (rows, 2 * width, hidden, *kind, normed, True, False, False, low)
+        yield _linear, (rows, hidden, width, *kind, False, False, added, False, low)
     if latent is not None:
         query = model.num_heads * (latent.nope_dim + latent.rope_dim)
-        yield _linear, (rows, query, latent.query_rank or hidden, *kind, True, False, False, False)
-        yield _linear, (rows, hidden, model.num_heads * latent.value_dim, *kind, False, False, added, False)
+        yield _linear, (rows, query, latent.query_rank or hidden, *kind, True, False, False, False, low)
+        yield _linear, (rows, hidden, model.num_heads * latent.value_dim, *kind, False, False, added, False, low)
         return
     query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    yield _linear, (rows, (2 if model.family.attention_gate else 1) * query + 2 * key, hidden, *kind, normed, False, False, False)
-    yield _linear, (rows, hidden, query, *kind, False, False, added, False)
+    yield _linear, (rows, (2 if model.family.attention_gate else 1) * query + 2 * key, hidden, *kind, normed, False, False, False, low)
+    yield _linear, (rows, hidden, query, *kind, False, False, added, False, low)
 
 
 def _decode(plan: Plan, model: ModelFacts, lanes: int, tokens: int) -> Iterator[Call]:
@@ -162,7 +174,7 @@ def _decode(plan: Plan, model: ModelFacts, lanes: int, tokens: int) -> Iterator[
 def _calls(plan: Plan) -> Iterator[Call]:
     """Every launcher call with scratch, of all programs and sampling classes; calls may repeat."""
     target, vocab = plan.target, plan.target.vocab_size
-    head = (vocab, target.hidden_size, plan.dtype, plan.numerics, True, False, False, True)
+    head = (vocab, target.hidden_size, plan.dtype, plan.numerics, True, False, False, True, has_codes(target.path, "lm_head"))
     for lanes in plan.buckets:
         for shape in plan.shapes:
             nodes = shape.num_draft_tokens
@@ -179,9 +191,10 @@ def _calls(plan: Plan) -> Iterator[Call]:
                 for tokens in passes:
                     yield from _decode(plan, model, lanes, tokens)
                     yield _linear, (lanes * tokens, model.hidden_size, plan.feature_width or model.hidden_size, plan.dtype, plan.numerics,
-                                      False, False, False, False)  # fmt: skip
+                                      False, False, False, False, has_codes(model.path, "fc"))  # fmt: skip
                 for rows in {run.scored for run in plan.draft.passes(shape)}:
-                    yield _linear, (lanes * rows, known, model.hidden_size, plan.dtype, plan.numerics, False, False, False, True)
+                    yield _linear, (lanes * rows, known, model.hidden_size, plan.dtype, plan.numerics, False, False, False, True,
+                                      has_codes(model.path, "lm_head"))  # fmt: skip
                     yield _op("filter_logits", {"B": lanes, "T": rows, "V": known})
                     yield _op("draft_topk", {"B": lanes, "T": rows, "Vd": known}, topk=shape.topk)
             if plan.keeps_history and shape.num_steps:

@@ -64,8 +64,9 @@ class Signature:
         result: the annotated type of the result.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        hints = get_type_hints(function, include_extras=True)
+    def __init__(self, function: Callable[..., Any], **instead: Any) -> None:
+        """``instead``: types of parameters that the function takes as well as those it is annotated with."""
+        hints = get_type_hints(function, include_extras=True) | instead
         result = hints.pop("return")
         self.result = None if result is type(None) else result
         self.arguments: list[Argument] = []

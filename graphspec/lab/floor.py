@@ -26,11 +26,15 @@ from torch import nn
 from ..config.catalog import Variant, load_object
 from ..config.paths import user_path
 from ..errors import ConfigError
+from ..facts.gguf_model import weights_files
+from ..facts.quantisation import read_quantisation
 from ..kernels.linear.moe_route import distinct_experts
 from ..models.checkpoint import Checkpoint
 from ..models.decoder import Decoder
 from ..models.experts import MixtureOfExperts
 from ..models.layers import Embedding, Linear
+from ..models.outline import outline_weights
+from ..models.packed_weight import PackedWeight
 from ..models.target import load_target, settle_head, target_checkpoint
 from ..models.token_map import apply_token_map, load_token_map
 from ..plan.buffers import DTYPES
@@ -159,7 +163,7 @@ class _Tally:
 
 
 def group_parameters(
-    network: nn.Module, itemsize: int, leave_out: Iterable[str] = (), without: Iterable[nn.Parameter] = (), *, packed: bool = False
+    network: nn.Module, itemsize: int, leave_out: Iterable[str] = (), without: nn.Module | None = None, *, packed: bool = False
 ) -> Weights:
     """Sort the parameters of a network into :data:`GROUPS`.
 
@@ -167,30 +171,28 @@ def group_parameters(
         network: with or without data.
         itemsize: bytes of a parameter, except of those a module keeps in float32 (``float32_names``).
         leave_out: prefixes of names.
-        without: parameters that are not counted, such as those shared with another network.
+        without: a network whose weights are not counted, where the two share some.
         packed: linear layers hold in 16 bits what their checkpoint has in 16 bits.
     """
-    fuse, skipped = getattr(network, "first_pass_only", ()), {id(parameter) for parameter in without}
+    skipped = {id(one) for one in (*without.parameters(), *without.modules())} if without is not None else set()
     found: dict[int, tuple[str, int, int]] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
         if name.startswith(tuple(leave_out)) or id(parameter) in skipped:
             continue
         path, _, leaf = name.rpartition(".")
-        owner, words = network.get_submodule(path), name.split(".")
-        if isinstance(owner, MixtureOfExperts) and leaf in _EXPERTS:
-            group = "experts"
-        elif "lm_head" in words:
-            group = "head"
-        elif isinstance(owner, Embedding):
-            group = "embedding"
-        else:
-            group = "fuse" if words[0] in fuse else "layers"
+        owner, group = network.get_submodule(path), _group_of(network, name)
         if id(parameter) in found and group != "head":  # a tied matrix is streamed as head
             continue
         width = 4 if leaf in getattr(owner, "float32_names", ()) else itemsize
         if packed and isinstance(owner, Linear) and leaf == "weight" and owner.stored is not None:
             width = owner.stored.itemsize
         found[id(parameter)] = (group, parameter.numel(), parameter.numel() * width)
+    for name, weight in network.named_modules(remove_duplicate=False):
+        if isinstance(weight, PackedWeight) and id(weight) not in skipped and not name.startswith(tuple(leave_out)):
+            group = _group_of(network, name)
+            if id(weight) not in found or group == "head":
+                rows, channels = weight.shape
+                found[id(weight)] = (group, rows * channels, weight.nbytes)
     numbers, sizes = dict.fromkeys(GROUPS, 0), dict.fromkeys(GROUPS, 0)
     for group, number, size in found.values():
         numbers[group] += number
@@ -198,12 +200,37 @@ def group_parameters(
     return Weights(numbers, sizes)
 
 
-def build_target(facts: ModelFacts, tap_layers: tuple[int, ...] = ()) -> Decoder:
-    """The target network without data; its facts need only a ``config.json``. Tensors that are there decide if its head is tied."""
-    if facts.tie_word_embeddings and Checkpoint.is_there(facts.path):
+def _group_of(network: nn.Module, name: str) -> str:
+    """Of :data:`GROUPS`, by the name of a weight."""
+    path, _, leaf = name.rpartition(".")
+    owner, words = network.get_submodule(path), name.split(".")
+    if isinstance(owner, MixtureOfExperts) and leaf in _EXPERTS:
+        return "experts"
+    if "lm_head" in words:
+        return "head"
+    if isinstance(owner, Embedding):
+        return "embedding"
+    return "fuse" if words[0] in getattr(network, "first_pass_only", ()) else "layers"
+
+
+def build_target(facts: ModelFacts, tap_layers: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Decoder:
+    """The target network without data; its facts need only a ``config.json``. Tensors that are there decide if its head is tied.
+
+    Weights of low precision are those of the tensors, or without them those that the config describes.
+
+    Raises:
+        CheckpointError: tensors of low precision that do not load, or not over so many ranks.
+    """
+    quantisation, there = read_quantisation(facts.path), Checkpoint.is_there(facts.path)
+    if there and (quantisation is not None or weights_files(facts.path)):
+        return load_target(facts, tap_layers, 1, dtype, torch.device("meta"))
+    if facts.tie_word_embeddings and there:
         facts = settle_head(facts, target_checkpoint(facts))
     with torch.device("meta"):
-        return Decoder(facts, tap_layers, 1)
+        target = Decoder(facts, tap_layers, 1).to(dtype)
+    if quantisation is not None:
+        outline_weights(target, facts.family.layout, quantisation, dtype)
+    return target
 
 
 def build_draft(
@@ -228,6 +255,8 @@ def build_draft(
     if variant.outline and (from_config or (from_config is None and not has_tensors(facts.path))):
         with torch.device("meta"):
             draft = load_object(variant.outline)(facts, target)
+        if (quantisation := read_quantisation(facts.path)) is not None:
+            outline_weights(draft, None, quantisation, target.embed_tokens.weight.dtype, target)
     else:
         draft = load_object(variant.loader)(facts, target, 1, target.embed_tokens.weight.dtype, torch.device("meta"), None)
     if token_map is not None:
@@ -283,7 +312,7 @@ class FloorModel:
         if packed and has_tensors(target.path):
             model = load_target(target, taps, 1, DTYPES[dtype], torch.device("meta"))
         else:
-            model = build_target(target, taps)
+            model = build_target(target, taps, DTYPES[dtype])
         network = None
         if draft is not None:
             assert variant is not None, "the variant of the draft"
@@ -301,7 +330,7 @@ class FloorModel:
         if draft is not None and network is not None:
             heads = [f"heads.{head}." for head in range(draft.num_heads)]
             passes = tuple(group(network, itemsize, [name for name in heads if name != head]) for head in heads)
-            own = group(network, itemsize, without=model.parameters())
+            own = group(network, itemsize, without=model)
         return cls(
             target=target,
             draft=draft if network is not None else None,

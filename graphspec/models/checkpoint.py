@@ -15,12 +15,12 @@ from ..facts.files import find_file, plain, read_shards, require_file
 from ..facts.gguf_model import weights_files
 from ..facts.layouts import Layout
 from ..facts.quantisation import read_quantisation
-from ..facts.sharding import joined
+from ..facts.sharding import Shard, joined
 from ..kernels.linear.packed import Packed, dequantise
 from ..weights.gguf import GgufFile
 from ..weights.quantised import Codes, codes_of
 from .layers import Embedding, Linear, ParameterShards, set_weight
-from .packed_weight import PackedWeight, Segment
+from .packed_weight import PackedWeight, Segment, shard_of
 from .tensor_files import TensorFile, open_tensors
 
 if TYPE_CHECKING:
@@ -271,30 +271,55 @@ def _fill_sharded(matrix: Tensor, sources: tuple[str, ...], cut: ParameterShards
         own.narrow(dim, filled, shard.size - filled).zero_()
 
 
+def _groups(weight: Packed) -> str:
+    return "groups in no order" if weight.group_of is not None else f"groups of {weight.group}"
+
+
 def _fill_packed(
     owner: Linear | Embedding, sources: tuple[str, ...], checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Give a layer its weight from tensors of which some have low precision. They lie below each other in the layer."""
     assert isinstance(owner.weight, nn.Parameter), "a layer that is not filled yet"
     outputs, channels = owner.weight.shape
-    if owner.shards:
-        hint = "runtime.tensor_parallel=1, or a checkpoint in bfloat16"
-        raise CheckpointError(checkpoint.key(sources[0]), "full precision where weights are spread over ranks", "low precision", hint)
     rows = owner.stored_parts if isinstance(owner, Linear) and len(sources) > 1 else (outputs // len(sources),) * len(sources)
+    cut = owner.shards.get("weight")
+    shards: tuple[Shard | None, ...] = (None,) * len(sources)
+    if cut is not None:
+        shards = cut.shards if len(sources) == len(cut.shards) else (joined(*cut.shards),)
     segments: list[Segment] = []
-    for source, count in zip(sources, rows, strict=True):
-        checkpoint.check(source, (count, channels))
+    for source, count, shard in zip(sources, rows, shards, strict=True):
+        shape = [count, channels]
+        if cut is not None and shard is not None:
+            shape[cut.dim] = shard.full_size
+        checkpoint.check(source, (shape[0], shape[1]))
+        segment: Segment | None
         if checkpoint.is_packed(source):
-            segments.append(checkpoint.codes(source, outline=device.type == "meta"))
+            segment = checkpoint.codes(source, outline=device.type == "meta")
         else:
-            on_meta = torch.empty(count, channels, dtype=dtype, device="meta") if device.type == "meta" else None
-            segments.append(checkpoint.raw(source).to(dtype) if on_meta is None else on_meta)
+            segment = torch.empty(shape, dtype=dtype, device="meta") if device.type == "meta" else checkpoint.raw(source).to(dtype)
+        if cut is not None and shard is not None:
+            segment = shard_of(segment, cut.dim, shard)
+        if segment is None:
+            expected, hint = f"groups of channels that divide those of a rank, {channels}", "runtime.tensor_parallel"
+            raise CheckpointError(checkpoint.key(source), expected, _groups(checkpoint.codes(source, outline=True)), hint)
+        segments.append(segment)
     weight = PackedWeight(segments, dtype).to(device)
     if isinstance(owner, Linear):
         order = owner.arrange(torch.arange(outputs)[:, None])[:, 0]
         if not torch.equal(order, torch.arange(outputs)):
             weight = weight.take(order)
     set_weight(owner, weight)
+
+
+def _check_packed_place(blocks: list[tuple[str, ...]], key: str) -> None:
+    """Check that a weight of low precision can stand there.
+
+    Raises:
+        CheckpointError: among experts.
+    """
+    if len(blocks) > 1:
+        hint = "mixtures of experts load in float32, bfloat16 and float16"
+        raise CheckpointError(key, "experts that are not quantised", "low precision", hint)
 
 
 def fill(
@@ -321,20 +346,20 @@ def fill(
             missing = next((source for source in sorted(used) if source not in checkpoint), None)
             hint = _QUANTISED_HINT if _QUANTISED.search(name) else f"missing: {missing}" if missing else ""
             raise CheckpointError(checkpoint.key(name), "no such tensor", "one this model doesn't use", hint)
+    for blocks in wanted.values():
+        low = next((source for block in blocks for source in block if checkpoint.is_packed(source)), None)
+        if low is not None:
+            _check_packed_place(blocks, checkpoint.key(low))
     done = 0
     for name, blocks in wanted.items():
         owner_name, _, leaf = name.rpartition(".")
         owner = module.get_submodule(owner_name)
-        if any(checkpoint.is_packed(source) for block in blocks for source in block):
-            if isinstance(owner, Linear | Embedding):
-                _fill_packed(owner, blocks[0], checkpoint, dtype, device)
-                done += len(blocks[0])
-                if progress is not None:
-                    progress(done, len(used))
-                continue
-            if len(blocks) > 1:
-                hint = "mixtures of experts load in float32, bfloat16 and float16"
-                raise CheckpointError(checkpoint.key(blocks[0][0]), "experts that are not quantised", "low precision", hint)
+        if isinstance(owner, Linear | Embedding) and any(map(checkpoint.is_packed, blocks[0])):
+            _fill_packed(owner, blocks[0], checkpoint, dtype, device)
+            done += len(blocks[0])
+            if progress is not None:
+                progress(done, len(used))
+            continue
         wide = leaf in getattr(owner, "float32_names", ())
         value = torch.empty(owner.get_parameter(leaf).shape, dtype=torch.float32 if wide else dtype, device=device)
         # One matrix per expert; the heads of a projection lie below each other in the checkpoint, unless it has them as we do.

@@ -123,24 +123,25 @@ class Linear(KernelModule):
             return finish(product, residual, gated, float32)
         normed: tuple[Tensor | None, float, bool] = (None, 0.0, False) if norm is None else (norm.weight, norm.eps, norm.offset)
         if isinstance(self.weight, PackedWeight):
-            return self._multiply_segments(x, self.weight.segments, normed, residual, gated, float32)
+            return self._multiply_segments(x, self.weight.segments, self.bias, normed, residual, gated, float32)
         return self.multiply(x, self.weight, self.bias, *normed, residual, gated, float32)
 
     def _multiply_segments(
         self,
         x: Hidden,
         segments: tuple[Segment, ...],
+        own_bias: Tensor | None,
         normed: tuple[Tensor | None, float, bool],
         residual: Hidden | None,
         gated: bool,
         float32: bool,
     ) -> Hidden:
         if len(segments) == 1 and isinstance(segments[0], Packed):
-            return self.multiply_codes(x, segments[0], self.bias, *normed, residual, gated, float32)
+            return self.multiply_codes(x, segments[0], own_bias, *normed, residual, gated, float32)
         parts, begin = [], 0
         for segment in segments:
             product = self.multiply_codes if isinstance(segment, Packed) else self.multiply
-            bias = None if self.bias is None else self.bias[begin : begin + segment.shape[0]]
+            bias = None if own_bias is None else own_bias[begin : begin + segment.shape[0]]
             parts.append(hidden_of(product(x, segment, bias, *normed, None, False, float32 and not gated and residual is None)))
             begin += segment.shape[0]
         return finish(torch.cat(parts, -1), residual, gated, float32)
@@ -174,8 +175,9 @@ class RowParallelLinear(Linear, ShardedModule):
         assert norm is None and not gated, "a layer that ends a block"
         if self.packed is not None:
             partial = self._multiply_packed(hidden_of(x), self.packed, sum(self.parts), None, None, 0.0)
+        elif isinstance(self.weight, PackedWeight):
+            partial = hidden_of(self._multiply_segments(x, self.weight.segments, None, (None, 0.0, False), None, False, False))
         else:
-            assert not isinstance(self.weight, PackedWeight), "ranks and packed weights, which are refused at load"
             partial = hidden_of(self.multiply(x, self.weight))
         out = self.comm.all_reduce(partial)
         return finish(out if self.bias is None else out + self.bias, residual, gated, float32)

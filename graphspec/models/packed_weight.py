@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from ..facts.sharding import Shard
 from ..kernels.linear.packed import Packed, as_bytes, dequantise
 
 Segment = Packed | Tensor
@@ -40,6 +41,14 @@ class PackedWeight(nn.Module):
                 self.register_buffer(name, tensors[field], persistent=False)
             self._fields.append(names)
             self._formats.append(None if isinstance(segment, Tensor) else (segment.code, segment.group, segment.divides))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedWeight:
+        """Moves go through; codes and scales have no other dtype."""
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                made = fn(buffer)
+                self._buffers[name] = made if made.dtype == buffer.dtype else buffer.to(made.device)
+        return self
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -115,6 +124,45 @@ def _rows(segment: Segment, row: Tensor) -> Segment:
         return segment[row]
     by_row = {name: tensor for name, tensor in segment.tensors.items() if name != "group_of"}
     return segment.with_tensors({name: as_bytes(tensor)[row].view(tensor.dtype) for name, tensor in by_row.items()})
+
+
+def shard_of(segment: Segment, dim: int, shard: Shard) -> Segment | None:
+    """The rows or columns of a segment that a rank holds, in its own memory; those past the last piece are zero.
+
+    None: a piece begins or ends inside a group of channels, or channels have groups in no order.
+    """
+    if isinstance(segment, Tensor):
+        return _cut(segment, dim, shard, 0)
+    if dim == 0:
+        # Codes of padding are zero, and so is what they are multiplied by, or it is 1.
+        fill = {"codes": 0x88 if segment.code == "int4" else 0, "super_scales": 1}
+        rows = {name: tensor for name, tensor in segment.tensors.items() if name != "group_of"}
+        return segment.with_tensors({name: _cut(tensor, 0, shard, fill.get(name, 0)) for name, tensor in rows.items()})
+    channels, group, per_code = segment.shape[1], segment.group, 8 // segment.bits
+    [(begin, count)] = shard.pieces
+    ends, whole = begin + count, group >= channels
+    aligned = whole or (begin % group == 0 and (count % group == 0 or ends == channels))
+    if segment.group_of is not None or not aligned or begin % per_code or count % per_code or shard.size != count:
+        return None
+    found = {"codes": segment.codes[:, begin // per_code : ends // per_code]}
+    groups = segment.scales.shape[1]
+    for name, tensor in segment.tensors.items():
+        if name == "codes":
+            continue
+        # Factors of several groups that end elsewhere than the piece: one for each group has the same values.
+        factors = tensor if whole or tensor.shape[1] in (1, groups) else tensor.repeat_interleave(groups // tensor.shape[1], 1)
+        found[name] = factors if whole or factors.shape[1] == 1 < groups else factors[:, begin // group : -(-ends // group)]
+    made = segment.with_tensors({name: tensor.contiguous() for name, tensor in found.items()})
+    return made._replace(group=count) if whole else made
+
+
+def _cut(tensor: Tensor, dim: int, shard: Shard, fill: float) -> Tensor:
+    parts = [as_bytes(tensor).narrow(dim, begin, count) for begin, count in shard.pieces]
+    if missing := shard.size - sum(count for _, count in shard.pieces):
+        shape = list(tensor.shape)
+        shape[dim] = missing
+        parts.append(as_bytes(torch.full(shape, fill, dtype=as_bytes(tensor).dtype, device=tensor.device)))
+    return torch.cat(parts, dim).view(tensor.dtype)
 
 
 def _alike(one: Segment, other: Segment) -> bool:

@@ -113,7 +113,8 @@ def _linear(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def _chosen(checkpoint: Checkpoint, modules: Sequence[str]) -> set[str]:
-    leaves = {name: name.split(".")[-2] for name in checkpoint.names() if _linear(checkpoint, name)}
+    # Experts load in full precision only.
+    leaves = {name: name.split(".")[-2] for name in checkpoint.names() if _linear(checkpoint, name) and ".experts." not in name}
     chosen: set[str] = set()
     for module in modules:
         found = {name for name, leaf in leaves.items() if leaf == module or (module == LAYERS and _PROJECTION.fullmatch(leaf))}

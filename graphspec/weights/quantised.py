@@ -42,7 +42,7 @@ class Codes:
         shape: ``(N, K)``.
         format: of its codes, for messages.
         make: reads it.
-        outline: the same with ``meta`` tensors; reads nothing.
+        outline: the same with ``meta`` tensors, but for the order of channels, which is read where there is one.
     """
 
     shape: tuple[int, int]
@@ -134,7 +134,8 @@ def _recognise(layer: Layer, quantisation: Quantisation) -> tuple[Codes | None, 
     return None, ()
 
 
-def _codes(layer: Layer, shape: tuple[int, int], name: str, make: Callable[[], Packed], outline: Packed) -> Codes:
+def _codes(layer: Layer, shape: tuple[int, int], name: str, make: Callable[[], Packed], outline: Packed, order: str = "") -> Codes:
+    """``order``: the tensor that tells the group of each channel, which the outline has too."""
     key = layer.stored.key(f"{layer.prefix}weight")
     check_packed(outline, key)
 
@@ -143,7 +144,10 @@ def _codes(layer: Layer, shape: tuple[int, int], name: str, make: Callable[[], P
         check_packed(made, key)
         return made
 
-    return Codes(shape, name, checked, lambda: outline)
+    def described() -> Packed:
+        return outline._replace(group_of=_group_of(layer, order, shape[1], outline.scales.shape[1])) if order else outline
+
+    return Codes(shape, name, checked, described)
 
 
 def _meta(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -221,7 +225,7 @@ def _packed_integers(layer: Layer) -> Codes:
     codes = _meta(torch.uint8 if bits == 4 else torch.int8, outputs, channels * bits // 8)
     zero = _meta(torch.uint8 if bits == 4 else torch.int8, outputs, groups) if zeros else None
     outline = Packed(codes, _meta(_DTYPES[layer.parts["weight_scale"][1]], outputs, groups), code, group, zeros=zero)
-    return _codes(layer, (outputs, channels), f"int{bits}", make, outline)
+    return _codes(layer, (outputs, channels), f"int{bits}", make, outline, "weight_g_idx")
 
 
 def _group_of(layer: Layer, part: str, channels: int, groups: int) -> Tensor | None:
@@ -301,9 +305,8 @@ def _gptq(layer: Layer, quantisation: Quantisation) -> Codes:
 
     scale_dtype = _DTYPES[layer.parts["scales"][1]]
     codes, zeros = _meta(torch.uint8, outputs, channels * bits // 8), _meta(torch.uint8, outputs, groups)
-    return _codes(
-        layer, (outputs, channels), f"int{bits}", make, Packed(codes, _meta(scale_dtype, outputs, groups), code, group, zeros=zeros)
-    )
+    outline = Packed(codes, _meta(scale_dtype, outputs, groups), code, group, zeros=zeros)
+    return _codes(layer, (outputs, channels), f"int{bits}", make, outline, "g_idx")
 
 
 def _awq(layer: Layer, _: Quantisation) -> Codes:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from graphspec import LLM
+from graphspec.models.quantise import quantise
 from tests.support import mtp_checkpoints
 from tests.support.checkpoints import VOCAB_SIZE, build_hf, write_hf
 from tests.support.engines import ids, random_pair
@@ -26,6 +27,12 @@ def test_four_ranks_of_every_kind_of_drafter(variant: str, tmp_path: Path, monke
     pair = random_pair(tmp_path, build_hf("qwen2", **SIZES | {"head_dim": None}))
     draft = {"eagle3": pair.draft, "standalone": pair.target}.get(variant)
     assert_same_tokens(monkeypatch, pair.target, draft, 4, variant=variant, num_pages=14, **({} if variant == "none" else CHAIN))
+
+
+def test_two_ranks_with_parts_of_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_hf(build_hf("llama", **SIZES | {"head_dim": 16, "intermediate_size": 128}), tmp_path / "source")
+    quantise(source, tmp_path / "packed", "int4", ["layers", "lm_head"])
+    assert_same_tokens(monkeypatch, tmp_path / "packed", None, 2, variant="ngram", num_pages=14, **CHAIN)
 
 
 RECURRENT: dict[str, tuple[dict[str, int], dict[str, Any]]] = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,6 +163,21 @@ def test_latent_rows_and_experts(heads: int) -> None:
     config = replace(config, hardware=replace(config.hardware, memory_gib=80))
     line = next(line for line in plan_memory(plan, config, (0, 0)).lines if line.name == "scratch of kernels")
     assert line.size == kernel_scratch(plan)
+
+
+@pytest.mark.parametrize("chunk", [16, 2048])
+def test_numbers_of_packed_weights_are_scratch_where_the_library_multiplies(chunk: int, tmp_path: Path) -> None:
+    """The largest product of a layer with many rows is the fused gate and up projection."""
+    config = Config(
+        variant=VariantConfig(name="none"),
+        model=ModelConfig(path="8b", max_context=2048),
+        runtime=RuntimeConfig(name="captured", buckets=[1], max_rows=1, prefill_chunks=[chunk]),
+    )
+    plan = make_plan(config, llama_8b(3, path=tmp_path), None, device="cuda")
+    plain = kernel_scratch(plan)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    gate_up = 2 * 14336 * 4096 * 2
+    assert plain < gate_up and kernel_scratch(plan) == (gate_up if chunk == 2048 else plain)
 
 
 def test_results_and_arguments_are_no_scratch() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -14,9 +16,10 @@ from graphspec.config.catalog import resolve_variant
 from graphspec.config.compose import load_config
 from graphspec.config.schema import VariantConfig
 from graphspec.errors import ConfigError
-from graphspec.facts import ModelFacts
+from graphspec.facts import ModelFacts, read_model_facts
 from graphspec.facts.families import QWEN3_5
 from graphspec.facts.keys import Keys
+from graphspec.facts.quantisation import parse_quantisation
 from graphspec.facts.recurrent import read_gated_delta
 from graphspec.graphs.memory import parameter_bytes, plan_memory
 from graphspec.lab.floor import FloorModel, Hardware, StageCost, build_target, distinct_experts, kv_bytes_per_token
@@ -24,7 +27,9 @@ from graphspec.lab.predict.capacity import packs_weights
 from graphspec.lab.predict.model_pair import read_model_pair, shape_names
 from graphspec.plan.plan import make_plan
 from graphspec.shapes import PLAIN, CycleShape
+from tests.support.checkpoints import build_hf, edit_json, write_hf
 from tests.support.plans import draft_facts, model_facts
+from tests.support.quantised_checkpoints import quantise
 
 EAGLE3, MTP = resolve_variant("eagle3"), resolve_variant("mtp")
 CONTEXT = 2048
@@ -39,6 +44,10 @@ DRAFT_LAYER = 2 * 4096 * (4096 + 1024 + 1024) + 4096 * 4096 + 3 * 4096 * 14336 +
 DRAFT_HEAD = 4096 * 32000
 # DeepSeek-V3: attention of a layer (query and latent down, norm, query up, norm, keys and values up, out), its two norms.
 MLA = 7168 * (1536 + 576) + 1536 + 1536 * 128 * 192 + 512 + 128 * (128 + 128) * 512 + 128 * 128 * 7168 + 2 * 7168
+CODES = 7168 * (1536 + 576) + 1536 * 128 * 192 + 128 * 128 * 7168
+"""Of these, the numbers that are products in FP8; the factors of keys and values are held in the dtype of the model."""
+FP8 = 1 + 4 / 128
+"""Bytes of a number: a float32 scale for 128 of them."""
 EXPERT = 3 * 7168 * 2048
 ROUTER, CORRECTION = 256 * 7168, 256
 
@@ -125,16 +134,20 @@ def test_the_floor_is_the_longer_of_the_two(llama: FloorModel) -> None:
 
 @pytest.mark.parametrize("batch", [1, 32])
 def test_deepseek_by_hand(deepseek: FloorModel, batch: int) -> None:
-    """Rows of 576 latent numbers; of 256 experts those that 8 choices of every token are expected to hit; routers in float32."""
+    """Rows of 576 latent numbers; of 256 experts those that 8 choices of every token are expected to hit; routers in float32.
+
+    Products are in FP8, as the config says. Experts would be too, and count in bfloat16 until they load.
+    """
     nodes = 4
     tokens = batch * nodes
     extend, later, verify = deepseek.stages(CycleShape(3, 1, nodes), batch, CONTEXT)
     hit = 256 * (1 - (1 - 8 / 256) ** tokens)
     always = 61 * MLA + 3 * 3 * 7168 * 18432 + 58 * EXPERT + 7168
+    codes = 61 * CODES + 3 * 3 * 7168 * 18432 + 58 * EXPERT
     found = parts(verify)
     assert found.pop("experts") == pytest.approx(58 * hit * EXPERT * 2)
     assert found == {
-        "weights": 2 * (always + 7168 * 129280) + 58 * 4 * (ROUTER + CORRECTION),
+        "weights": FP8 * codes + 2 * (always - codes + 7168 * 129280) + 58 * 4 * (ROUTER + CORRECTION),
         "kv": 61 * 576 * 2 * (batch * 2048 + tokens),
         "embedding": tokens * 7168 * 2,
         "logits": tokens * 129280 * 8,
@@ -144,7 +157,7 @@ def test_deepseek_by_hand(deepseek: FloorModel, batch: int) -> None:
     assert verify.flops == pytest.approx(2 * tokens * active + tokens * 2048 * 61 * 128 * 2 * (576 + 512))
 
     # The one prediction head: a whole layer with its mixture between a projection of two vectors and the target's own head.
-    head = 2 * (2 * 7168 * 7168 + 3 * 7168 + MLA + EXPERT + 7168 * 129280) + 4 * (ROUTER + CORRECTION)
+    head = 2 * (2 * 7168 * 7168 + 3 * 7168 + MLA - CODES + 7168 * 129280) + FP8 * (CODES + EXPERT) + 4 * (ROUTER + CORRECTION)
     for stage, passes, rows in ((extend, 1, nodes), (later, 2, 1)):
         found = parts(stage)
         hit = 256 * (1 - (1 - 8 / 256) ** (batch * rows))
@@ -266,7 +279,7 @@ def test_a_working_set_has_every_byte_once() -> None:
 
 
 def test_shapes_on_paper_have_no_weights() -> None:
-    assert shape_names() == ["deepseek-v3", "llama-3.1-70b", "llama-3.1-8b"]
+    assert shape_names() == ["deepseek-v3", "llama-3.1-70b", "llama-3.1-8b", "qwen3.6-27b", "qwen3.6-27b-fp8"]
     with pytest.raises(ConfigError, match="only the shape comes with the package") as error:
         LLM("llama-3.1-8b")
     assert error.value.key == "model.path"
@@ -291,3 +304,48 @@ def test_a_recurrent_state_is_read_for_verification_and_read_and_written_by_the_
         assert stage.parts["state"] == 3 * 3 * state + 2 * 3 * shape.num_draft_tokens * 3 * record
         rows = facts.num_kv_heads * facts.head_dim * 2 * 2
         assert stage.parts["kv"] == rows * 3 * (50 + shape.num_draft_tokens), "one layer attends"
+
+
+@pytest.mark.parametrize(
+    "layout", ["float-quantized", "fp8-block", "pack-quantized", "pack-quantized-zeros", "gptq", "awq", "nvfp4-modelopt", "mxfp4"]
+)
+def test_a_config_alone_is_counted_as_the_tensors_are(layout: str, tmp_path: Path) -> None:
+    """Scales in the dtype that is usual for the format, which these files have but for one."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    packed, _ = quantise(write_hf(build_hf("llama", head_dim=16, **sizes), tmp_path / "source"), tmp_path, layout)
+    if layout == "pack-quantized-zeros":
+        config = json.loads((packed / "config.json").read_text())["quantization_config"]
+        config["config_groups"]["group_0"]["weights"]["group_size"] = 16
+        edit_json(packed / "config.json", quantization_config=config)
+    facts = read_model_facts(packed)
+    stored = FloorModel.of(facts, None, "bfloat16").target_weights
+    (packed / "model.safetensors").unlink()
+    described = FloorModel.of(facts, None, "bfloat16").target_weights
+    assert stored.numbers == described.numbers
+    wider = stored.numbers["layers"] / 32 if layout == "float-quantized" else 0
+    assert stored.sizes["layers"] - wider <= described.sizes["layers"] <= stored.sizes["layers"]
+    assert stored.sizes["layers"] < 0.7 * FloorModel.of(replace(facts, path=tmp_path), None, "bfloat16").target_weights.sizes["layers"]
+
+
+def test_lists_of_layers_that_keep_their_numbers() -> None:
+    read = parse_quantisation(
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head", "re:.*self_attn.*", "*.down_proj"],
+         "config_groups": {
+             "a": {"targets": ["re:.*gate_proj"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}},
+             "b": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32}}}}, "config.json",
+    )  # fmt: skip
+    found = {name: read.scheme(f"model.layers.0.{name}") for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")}
+    codes = {name: scheme and (scheme.code, scheme.group) for name, scheme in found.items()}
+    assert codes == {"self_attn.q_proj": None, "mlp.gate_proj": ("e4m3", 0), "mlp.up_proj": ("int4", 32), "mlp.down_proj": None}
+    assert read.scheme("lm_head") is None
+
+
+def test_qwen_in_fp8_by_hand() -> None:
+    """Qwen3.6-27B: the head, the embedding, and the steps and gates of its 48 recurrent layers keep bfloat16."""
+    weights = floor_model("qwen3.6-27b-fp8", "none").target_weights
+    plain = floor_model("qwen3.6-27b", "none").target_weights
+    mlp, attention = 3 * 5120 * 17408, 5120 * (2 * 24 + 2 * 4) * 256 + 24 * 256 * 5120
+    recurrent = 5120 * (2 * 16 * 128 + 48 * 128) + 5120 * 48 * 128 + 48 * 128 * 5120
+    codes = 64 * mlp + 16 * attention + 48 * recurrent
+    assert weights.numbers == plain.numbers and weights.sizes["head"] == 2 * 5120 * 248320
+    assert plain.sizes["layers"] - weights.sizes["layers"] == codes * (2 - FP8)

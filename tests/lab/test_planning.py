@@ -19,7 +19,6 @@ from graphspec.cli.main import main
 from graphspec.config.catalog import resolve_variant
 from graphspec.config.compose import config_groups, load_config
 from graphspec.errors import GraphspecError
-from graphspec.facts import read_model_facts
 from graphspec.lab.floor import FloorModel, Hardware
 from graphspec.lab.measure import machine
 from graphspec.lab.predict.acceptance import SIBLING, Acceptance, conditional, fit_sibling, usual_sibling
@@ -480,15 +479,22 @@ def test_folders_with_nothing_but_a_config(capsys: pytest.CaptureFixture[str], t
     assert standalone["plans"][0]["shape"] == [0, 1, 1] and standalone["crossover"] == 1
 
 
-def test_a_quantised_target_is_planned_and_still_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_quantised_target_is_planned_by_its_bytes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Parameters are counted as numbers; a method that does not load is refused as loading would refuse it."""
     target, _ = write_configs(tmp_path)
     values = json.loads((target / "config.json").read_text())
+    words = (f"model.path={target}", "variant=none", "hardware=h100", "plan.batches=[1]")
+    plain = plan(capsys, *words)
+    (target / "config.json").write_text(json.dumps(values | {"quantization_config": {"quant_method": "fp8"}}))
+    document = plan(capsys, *words)
+    assert document["parameters"]["target"] == plain["parameters"]["target"] == 8_030_261_248
+    held = [next(part["bytes"] for part in found["memory"]["parts"] if part["name"] == "target weights") for found in (plain, document)]
+    assert 0.56 * held[0] < held[1] < 0.58 * held[0]
+    assert not any("quantised" in note for note in document["notes"])
     (target / "config.json").write_text(json.dumps(values | {"quantization_config": {"quant_method": "hqq"}}))
-    document = plan(capsys, f"model.path={target}", "variant=none", "hardware=h100", "plan.batches=[1]")
-    assert document["parameters"]["target"] == 8_030_261_248 and any("quantised" in note for note in document["notes"])
-    assert document["plans"][0]["shape"] == [0, 1, 1] and document["crossover"] is None
-    with pytest.raises(GraphspecError, match="quantization_config"):
-        read_model_facts(target)
+    with pytest.raises(SystemExit):
+        main(["plan", *words])
+    assert "quantization_config.quant_method: expected one of fp8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from graphspec.models.quantise import quantise
 from graphspec.weights.rounding import ROUNDED
 from tests.support.checkpoints import build_hf, eagle3_tensors, edit_json, publish_eagle3, write_hf
 from tests.support.hybrid_checkpoints import build_hybrid
+from tests.support.moe_checkpoints import write_mixture
 
 DEMO = Path(str(files("graphspec"))) / "demo"
 PROMPTS = [[5, 9, 3, 22, 5, 9, 3], [40, 2, 17, 33, 8, 40, 2, 17]]
@@ -126,6 +127,18 @@ def test_recurrent_layers_keep_gates_and_steps(tmp_path: Path) -> None:
     quantise(write_hf(build_hybrid("qwen3_5"), tmp_path / "source"), tmp_path / "out", "int8", group=8)
     names = {name.split(".")[-2] for name in load_file(tmp_path / "out" / "model.safetensors") if name.endswith("weight_packed")}
     assert {"in_proj_qkv", "in_proj_z", "out_proj"} <= names and not names & {"in_proj_a", "in_proj_b"}
+    assert load_and_generate(tmp_path / "out", variant="ngram") == load_and_generate(tmp_path / "out", variant="none")
+
+
+def test_experts_keep_their_numbers(tmp_path: Path) -> None:
+    """They load in full precision only; the shared ones are ordinary layers."""
+    source, _ = write_mixture(tmp_path / "source", "deepseek_v3")
+    quantise(source, tmp_path / "out", "int8", ["gate_proj", "up_proj"], group=8)
+    checkpoint = Checkpoint(tmp_path / "out")
+    packed = [name for name in checkpoint.names() if checkpoint.is_packed(name)]
+    assert any("shared_experts" in name for name in packed) and not any(".experts." in name or ".gate." in name for name in packed)
+    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert any(".mlp.experts.0." in name for name in ignored)
     assert load_and_generate(tmp_path / "out", variant="ngram") == load_and_generate(tmp_path / "out", variant="none")
 
 

@@ -16,13 +16,18 @@ from graphspec.drafters.mtp.facts import read_mtp_facts
 from graphspec.drafters.mtp.loading import load_mtp
 from graphspec.errors import CheckpointError
 from graphspec.facts import read_model_facts
+from graphspec.facts.sharding import Shard
+from graphspec.kernels.linear.packed import Packed, check_packed, dequantise
+from graphspec.models.checkpoint import Checkpoint
 from graphspec.models.decoder import Decoder
-from graphspec.models.packed_weight import PackedWeight
+from graphspec.models.layers import join_ranks
+from graphspec.models.packed_weight import PackedWeight, shard_of
 from graphspec.models.target import load_target
-from tests.support.checkpoints import build_hf, eagle3_tensors, edit_json, write_eagle3, write_hf
+from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, build_hf, eagle3_tensors, edit_json, write_eagle3, write_hf
 from tests.support.moe_checkpoints import write_mixture
 from tests.support.mtp_checkpoints import add_heads, head_tensors, write_target
 from tests.support.quantised_checkpoints import quantise
+from tests.support.rank_threads import ThreadComm, together
 
 
 def load(folder: Path, device: str = "cpu") -> Decoder:
@@ -69,8 +74,11 @@ def test_prediction_heads_may_be_quantised_with_their_target(tmp_path: Path) -> 
 def test_experts_in_low_precision_are_refused_by_name(tmp_path: Path) -> None:
     packed, _ = quantise(write_mixture(tmp_path / "source", "qwen3_moe")[0], tmp_path, "fp8-tensor")
     for device in ("meta", "cpu"):
-        with pytest.raises(CheckpointError, match=r"experts\.0\.gate_proj\.weight: expected experts that are not quantised"):
-            load(packed, device)
+        with pytest.MonkeyPatch.context() as patch:
+            for read in ("raw", "codes", "part"):
+                patch.setattr(Checkpoint, read, lambda *_: pytest.fail("read before it was refused"))
+            with pytest.raises(CheckpointError, match=r"experts\.0\.gate_proj\.weight: expected experts that are not quantised"):
+                load(packed, device)
 
 
 def test_latent_attention_absorbs_the_numbers_of_a_packed_projection(tmp_path: Path) -> None:
@@ -88,9 +96,76 @@ def test_latent_attention_absorbs_the_numbers_of_a_packed_projection(tmp_path: P
         assert torch.equal(one.self_attn.o_proj.weight.dequantise(), other.self_attn.o_proj.weight)
 
 
-def test_weights_in_low_precision_are_refused_over_ranks(tmp_path: Path) -> None:
-    packed, _ = quantise(
-        write_hf(build_hf("llama", num_attention_heads=4, num_key_value_heads=2), tmp_path / "source"), tmp_path, "fp8-tensor"
-    )
-    with pytest.raises(CheckpointError, match=r"q_proj.*full precision where weights are spread over ranks.*tensor_parallel=1"):
-        load_target(read_model_facts(packed).of_rank(0, 2), (), 32, torch.float32, "meta")
+SPREAD = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64, "intermediate_size": 128}
+
+
+@pytest.mark.parametrize(
+    "layout", ["float-quantized", "fp8-block", "pack-quantized", "pack-quantized-zeros", "gptq", "awq", "nvfp4-modelopt"]
+)
+def test_ranks_have_parts_of_codes(layout: str, tmp_path: Path) -> None:
+    """Numbers and logits equal, bit for bit, those of ranks that load the same numbers."""
+    source = write_hf(build_hf("llama", num_hidden_layers=2, **SPREAD), tmp_path / "source")
+    packed, plain = quantise(source, tmp_path, layout)
+    token_BT = torch.randint(0, VOCAB_SIZE, (2, 8), generator=torch.Generator().manual_seed(3))
+    logits = []
+    for folder in (packed, plain):
+        comm = ThreadComm(2)
+
+        def run(rank: int, folder: Path = folder, comm: ThreadComm = comm) -> tuple[Decoder, torch.Tensor]:
+            with torch.inference_mode():
+                ours = load_target(read_model_facts(folder).of_rank(rank, 2), (), 32, torch.float32, "cpu")
+                join_ranks(ours, comm.of(rank))
+                return ours, ours.logits(ours(token_BT, DenseAttention.prompt(2, 8)).hidden_BTH)
+
+        logits.append(together(2, run))
+    for (found, mine), (expected, theirs) in zip(*logits, strict=True):
+        assert_same_numbers(found, expected, products=8)
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank_width", "message"),
+    [
+        ("pack-quantized", 24, r"o_proj\.weight.*: expected groups of channels that divide those of a rank, 24, found groups of 16"),
+        ("gptq-order", 32, r"o_proj\..*: expected groups of channels that divide those of a rank, 32, found groups in no order"),
+    ],
+)
+def test_groups_that_ranks_would_cut_are_refused(layout: str, rank_width: int, message: str, tmp_path: Path) -> None:
+    sizes = SPREAD | {"head_dim": rank_width // 2, "hidden_size": 2 * rank_width}
+    packed, _ = quantise(write_hf(build_hf("llama", num_hidden_layers=1, **sizes), tmp_path / "source"), tmp_path, layout)
+    for device in ("meta", "cpu"):
+        with pytest.raises(CheckpointError, match=message):
+            load_target(read_model_facts(packed).of_rank(0, 2), (), 32, torch.float32, device)
+
+
+def test_parts_of_rows_and_columns_have_the_numbers_of_the_whole() -> None:
+    """Factors of several groups that end elsewhere than a part; rows past the end; formats that divide."""
+    generator = torch.Generator().manual_seed(5)
+    codes = torch.randint(0, 256, (6, 48), generator=generator).to(torch.uint8)
+    scales, minimums = (torch.randint(1, 60, (6, 6), generator=generator).to(torch.uint8) for _ in range(2))
+    supers = torch.rand(6, 2, generator=generator).half()
+    for weight in (
+        Packed(codes, scales, "uint4", 16, supers, minimums=minimums, super_minimums=supers / 3),
+        Packed(codes, scales.to(torch.float8_e4m3fn), "e2m1", 16, supers[:, :1].float(), divides=True),
+        Packed(codes, scales[:, :1].float(), "int4", 96),
+    ):
+        numbers = dequantise(weight, torch.float32)
+        for begin, count in ((0, 32), (32, 32), (64, 32), (16, 80)):
+            part = shard_of(weight, 1, Shard(96, ((begin, count),), count))
+            assert isinstance(part, Packed)
+            check_packed(part, "part")
+            assert torch.equal(dequantise(part, torch.float32), numbers[:, begin : begin + count])
+        part = shard_of(weight, 0, Shard(6, ((4, 2), (0, 1)), 5))
+        assert isinstance(part, Packed)
+        expected = torch.cat((numbers[[4, 5, 0]], torch.zeros(2, 96)))
+        assert torch.equal(dequantise(part, torch.float32), expected)
+
+
+def test_the_outline_of_a_weight_has_its_order_of_channels(tmp_path: Path) -> None:
+    """A plan counts it, and what reads channels in an order is known before anything is loaded."""
+    source = write_hf(build_hf("llama", num_hidden_layers=1, **SPREAD), tmp_path / "source")
+    for layout, ordered in (("gptq-order", True), ("pack-quantized-order", True), ("gptq", False)):
+        packed, _ = quantise(source, tmp_path, layout)
+        found, outline = (load(packed, device).layers[0].mlp.down_proj.weight for device in ("cpu", "meta"))
+        assert isinstance(found, PackedWeight) and isinstance(outline, PackedWeight)
+        assert found.nbytes == outline.nbytes and ("segment0_group_of" in dict(outline.named_buffers())) == ordered

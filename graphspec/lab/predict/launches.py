@@ -113,7 +113,7 @@ def planned_steps(
     _, plan = engine_plan(config, pair, shape, batch, context, device="cuda", dtype=dtype, memory=None)
     if plan.kernels != "fused" or plan.attention not in ("auto", "fused") or plan.linear not in ("auto", "fused"):
         return None
-    target = build_target(pair.target, plan.tap_layers)
+    target = build_target(pair.target, plan.tap_layers, DTYPES[dtype])
     draft = None
     if pair.draft is not None:
         draft = build_draft(pair.draft, target, variant, config.variant.token_map, pair.from_config)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 
@@ -16,7 +12,7 @@ from ...config.schema import VariantConfig
 from ...errors import CheckpointError, ConfigError
 from ...facts import DraftFacts, ModelFacts, read_model_facts
 from ...facts.hub import checkpoint_folder, is_hub_id
-from ...facts.keys import read_config
+from ...facts.quantisation import read_quantisation
 from ..floor import has_tensors
 
 SHAPES = Path(str(files("graphspec"))) / "lab" / "predict" / "models"
@@ -29,7 +25,7 @@ class ModelPair:
 
     Attributes:
         name: of the model: its folder's, or its name on the Hub.
-        target: its facts, as if it were not quantised.
+        target: its facts.
         draft: facts of the draft; None if the drafter is no network.
         from_config: there is no checkpoint of the draft: its facts come from a config, or are assumed.
     """
@@ -71,10 +67,9 @@ def read_model_pair(model_path: str, config: VariantConfig, variant: Variant, re
         CheckpointError: a config that is missing, wrong or not supported.
     """
     folder = config_folder(model_path, revision)
-    with _plain_config(folder) as (plain, quantised):
-        pair = ModelPair(model_path if is_hub_id(model_path) else folder.name, folder, replace(read_model_facts(plain), path=folder))
-    if quantised:
-        pair.notes.append("the checkpoint is quantised: counted as if it were not")
+    pair = ModelPair(model_path if is_hub_id(model_path) else folder.name, folder, read_model_facts(folder))
+    if pair.target.experts is not None and read_quantisation(folder) is not None:
+        pair.notes.append("mixtures of experts load in full precision only: experts are counted as if they were not quantised")
     if not variant.has_network:
         if config.draft is not None:
             raise ConfigError("variant.draft", f"nothing for variant {variant.name!r}, which has no draft network", config.draft)
@@ -86,23 +81,6 @@ def read_model_pair(model_path: str, config: VariantConfig, variant: Variant, re
     else:
         _assume_draft(pair, variant)
     return pair
-
-
-@contextmanager
-def _plain_config(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """The folder, or a copy of its configs without ``quantization_config``; and whether that was there."""
-    values = read_config(folder).values
-    if not values.get("quantization_config"):
-        yield folder, False
-        return
-    with tempfile.TemporaryDirectory() as name:
-        copy = Path(name)
-        rest = {key: value for key, value in values.items() if key != "quantization_config"}
-        (copy / "config.json").write_text(json.dumps(rest), encoding="utf-8")
-        generation = folder / "generation_config.json"
-        if generation.is_file():
-            (copy / generation.name).write_bytes(generation.read_bytes())
-        yield copy, True
 
 
 def _draft_folder(folder: Path, model_path: str, config: VariantConfig, variant: Variant) -> Path | None:
@@ -118,21 +96,18 @@ def _draft_folder(folder: Path, model_path: str, config: VariantConfig, variant:
 def _read_draft(pair: ModelPair, folder: Path, variant: Variant) -> None:
     """Read a draft as the engine does where its folder has tensors, else from its config."""
     pair.described = "in the target's own checkpoint" if folder == pair.folder else str(folder)
-    with _plain_config(folder) as (plain, quantised):
-        if has_tensors(folder) and not quantised:
-            pair.draft, pair.from_config = load_object(variant.facts)(folder, pair.target), False
-            return
-        if quantised and folder != pair.folder:
-            pair.notes.append("the draft is quantised: counted as if it were not")
-        try:
-            facts = load_object(variant.facts)(plain, pair.target)
-        except CheckpointError:
-            # Tensor names say which heads there are; without tensors, the config's count is used.
-            if not variant.draft_in_target or not variant.assumed:
-                raise
-            facts, words = load_object(variant.assumed)(plain, pair.target)
-            pair.notes.append(words)
-    pair.draft = replace(facts, path=folder)
+    if has_tensors(folder):
+        pair.draft, pair.from_config = load_object(variant.facts)(folder, pair.target), False
+        return
+    try:
+        facts = load_object(variant.facts)(folder, pair.target)
+    except CheckpointError:
+        # Tensor names say which heads there are; without tensors, the config's count is used.
+        if not variant.draft_in_target or not variant.assumed:
+            raise
+        facts, words = load_object(variant.assumed)(folder, pair.target)
+        pair.notes.append(words)
+    pair.draft = facts
 
 
 def _assume_draft(pair: ModelPair, variant: Variant) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ...errors import ConfigError
+from ...errors import CheckpointError, ConfigError
 from ...plan.draft_parallel import resolve_draft_parallel
 from ...plan.plan import resolve_shape
 from ...shapes import PLAIN
@@ -116,11 +116,12 @@ def price_ranks(
         try:
             facts = pair.target.of_rank(0, size)
             draft, _ = draft_of_rank(config, facts, pair, variant, device="cuda", dtype=dtype)
-        except ConfigError as error:
+            token_map = config.variant.token_map if size == 1 else None
+            model = FloorModel.of(facts, draft, dtype, variant, token_map, pair.from_config)
+        except (ConfigError, CheckpointError) as error:
             found.append(RankPrice(size, refused=f"expected {error.expected}"))
             continue
         of_rank = replace(pair, target=facts)
-        model = FloorModel.of(facts, draft, dtype, variant, config.variant.token_map if size == 1 else None, pair.from_config)
         room = capacity(single_batch, of_rank, model, PLAIN, context, device="cuda", dtype=dtype, memory=hardware.memory)
         found.append(
             RankPrice(

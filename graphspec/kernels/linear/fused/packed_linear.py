@@ -6,57 +6,26 @@ is dequantised first, in one launch and into memory of the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import triton
 from torch import Tensor
 
 from ...fused.launch import launch, operator
+from ...op import Signature
 from ..linear import Hidden
 from ..packed import Packed
 from ._linear import _dequantise
-from .linear import MATMUL, Products, fused_linear, multiplied, stored
+from .linear import MATMUL, Products, fused_linear, linear, linear_summed, stored
 from .linear_choice import LinearTable
 
 TILE_OUTPUTS, TILE_INPUTS = 32, 128
 """Of a program that dequantises."""
 
 
-def packed_linear(
-    x: Tensor,
-    weight: Packed,
-    bias: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 0.0,
-    norm_offset: bool = False,
-    residual: Tensor | None = None,
-    gated: bool = False,
-    float32: bool = False,
-    squares: Tensor | None = None,
-    config: Sequence[int] | None = None,
-) -> Tensor:
-    """:func:`.linear.linear` of a packed weight."""
-    return multiplied(x, weight, bias, norm_weight, norm_eps, norm_offset, residual, gated, float32, squares, config, summed=False)[0]
-
-
-def packed_linear_summed(
-    x: Tensor,
-    weight: Packed,
-    bias: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 0.0,
-    norm_offset: bool = False,
-    residual: Tensor | None = None,
-    gated: bool = False,
-    float32: bool = False,
-    squares: Tensor | None = None,
-    config: Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """:func:`.linear.linear_summed` of a packed weight."""
-    out, sums = multiplied(x, weight, bias, norm_weight, norm_eps, norm_offset, residual, gated, float32, squares, config, summed=True)
-    assert sums is not None
-    return out, sums
+packed_linear, packed_linear_summed = linear, linear_summed
+"""Launchers take both kinds of weights; an operator of each takes one."""
 
 
 def dequantised(weight: Packed, like: Tensor) -> Tensor:
@@ -71,8 +40,8 @@ def dequantised(weight: Packed, like: Tensor) -> Tensor:
     return out
 
 
-OP = operator("packed_linear", packed_linear)
-SUMMED = operator("packed_linear_summed", packed_linear_summed)
+OP = operator("packed_linear", linear, Signature(linear, weight=Packed))
+SUMMED = operator("packed_linear_summed", linear_summed, Signature(linear_summed, weight=Packed))
 DEQUANTISED = operator("dequantised", dequantised)
 
 
