@@ -1,8 +1,8 @@
 """README's GPU section, from the result files: ``python -m perf.gpu.readme`` rewrites it, ``--check`` checks that it is up to date.
 
 A figure that is in no file is shown as not yet run; none is typed in by hand. Checks and latency come from different calls of ``make
-gpu-check``: figures are shown if the checks of the same code on the same kind of GPU, with the same torch and Triton, were green. Every kind
-of GPU has a column of its own.
+gpu-check``: figures are shown if the checks of the same code on the same kind of GPU, with the same torch and Triton, were green. Every
+kind of GPU has a column of its own.
 """
 
 from __future__ import annotations
