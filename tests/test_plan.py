@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from graphspec.api.arguments import engine_config
 from graphspec.config.catalog import resolve_variant
-from graphspec.config.schema import Config, ModelConfig, VariantConfig
+from graphspec.config.schema import Config, KernelsConfig, ModelConfig, VariantConfig
 from graphspec.errors import ConfigError
 from graphspec.facts import RopeFacts
 from graphspec.facts.families import LLAMA, Family, find_family
@@ -50,6 +50,20 @@ def test_numbers_of_a_shape(shape: tuple[int, int, int], candidates: int, accept
     s = CycleShape(*shape)
     assert (s.num_candidates, s.accept_width, s.window_width, s.num_words) == (candidates, accept, window, words)
     assert s.is_chain == (shape[1] == 1)
+
+
+def test_what_lies_between_fused_kernels_can_be_left_uncompiled() -> None:
+    """A captured engine then waits for no compiler at load."""
+
+    def made(mode: str, device: str, *, compile_around: bool) -> Any:
+        kernels = KernelsConfig(mode=mode, compile_around=compile_around)
+        config = Config(variant=VariantConfig(name="none"), model=ModelConfig(path="target"), kernels=kernels)
+        return make_plan(config, model_facts(), None, device=device)
+
+    assert made("fused", "cuda", compile_around=True).compiles
+    assert not made("fused", "cuda", compile_around=False).compiles
+    assert made("compiled", "cpu", compile_around=True).compiles
+    refused("kernels.compile_around", "true with kernels.mode=compiled", False, lambda: made("compiled", "cpu", compile_around=False))
 
 
 @given(st.integers(1, 9), st.integers(2, 9))

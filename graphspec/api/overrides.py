@@ -57,6 +57,7 @@ class Overrides(TypedDict, total=False):
     linear: str
     numerics: str
     programmatic_launch: bool | None
+    compile_around: bool
     linear_table: str | None
 
     # accept

@@ -295,11 +295,11 @@ class KernelsConfig:
     """Of fused linear layers. fast: the kernel of each shape that measured best; batch_invariant: one order of summation for any
     number of rows, so that a token's logits do not depend on the rest of the batch."""
     programmatic_launch: bool | None = None
-    """Fused kernels may start while the one before them drains (sm_90 and later). null: if
-    ``python -m graphspec.lab.measure.programmatic`` has passed on this machine."""
+    """Fused kernels may start while the one before them drains. null: if its probe has passed on this machine (docs/kernels.md)."""
+    compile_around: bool = True
+    """torch.compile what lies between fused kernels on a GPU. false: a cycle has more launches, and nothing to wait for at load."""
     linear_table: str | None = None
-    """File with measured choices between our linear layers and cuBLAS; what it lacks is measured at start and added. null: a rule of thumb
-    chooses."""
+    """Measured choices between our linear layers and cuBLAS; what the file lacks is measured at start and added. null: a rule of thumb."""
 
     def __post_init__(self) -> None:
         check_fields(self, "kernels", paths=("linear_table",))

@@ -252,7 +252,8 @@ class Cycle:
         compiled = self.plan.compiles and not (prefills and self._capturer is None)
         threads, counted = self._loop_threads, self.compilations
         stages, views, scope = self.stages(key), self.views(key), self.kernels.scope
-        regions = self._regions.setdefault(replace(key, sampling=GREEDY), {})
+        # Replayed programs don't notice in how many parts they were compiled.
+        regions = self._regions.setdefault(replace(key, sampling=GREEDY), {}) if self._capturer is not None else None
         program = Program(
             stages, views, compiled=compiled, threads=threads, prefills=prefills, compilations=counted, scope=scope, regions=regions
         )

@@ -182,7 +182,8 @@ class Program:
         prefills: the program reads the prompts of a message too.
         compilations: counts the graphs compiled for it.
         scope: that of its kernels.
-        regions: compiled for other sampling classes of the same size; what this program compiles is added.
+        regions: compiled for other sampling classes of the same size; what this program compiles is added. None: it shares nothing, and
+            its stages are compiled as one.
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class Program:
     ) -> None:
         self.stages, self.views, self.threads, self.prefills = stages, views, threads, prefills
         self._compilations, self._scope = compilations, scope
-        self._regions = {} if regions is None else regions
+        self._regions = regions
         self.steps: list[Callable[[], None]] = []
         self.direct: Callable[[], None] = self._record
         self.on_host = [stage for stage in stages if isinstance(stage, HostStage)]
@@ -228,7 +229,7 @@ class Program:
         """These stages as one callable, compiled unless they run on the host: ``now``, or at its first call."""
         if on_host:
             return partial(_in_order, [partial(stage, self.views) for stage in stages])
-        regions = [self._region(part) for part in compiled_parts(stages)]
+        regions = [self._region(part) for part in (compiled_parts(stages) if self._regions is not None else [stages])]
         for region in regions if now else ():
             if not region.compiled:
                 region.compile()
@@ -238,14 +239,17 @@ class Program:
         """One part, compiled before if another class has it."""
         from .compile import compile_stages
 
+        def compiled() -> Region:
+            return compile_stages(stages, self.views, self.threads, self._compilations)
+
         first = stages[0]
+        # A call that the host prepares is bound to the buffers of its own program.
+        if self._regions is None or not first.shared or first.prepared_calls:
+            return compiled()
         place = (first.name, first.reads, first.writes)
         found = self._regions.get(place)
-        if found is None or not found.compiled or not first.shared:
-            found = compile_stages(stages, self.views, self.threads, self._compilations)
-            # A call that the host prepares is bound to the buffers of its own program.
-            if first.shared and not first.prepared_calls:
-                self._regions[place] = found
+        if found is None or not found.compiled:
+            found = self._regions[place] = compiled()
         return found
 
     def _set_segments(self, segments: list[Segment]) -> None:

@@ -107,6 +107,7 @@ class Plan:
     linear: str
     numerics: str
     programmatic_launch: bool | None
+    compile_around: bool
     runtime: Runtime
     debug: bool
 
@@ -147,7 +148,7 @@ class Plan:
     @property
     def compiles(self) -> bool:
         """Cycles run through torch.compile; fused kernels on the CPU are interpreted, and their surroundings then run as they stand."""
-        return self.kernels == "compiled" or (self.kernels == "fused" and self.device == "cuda")
+        return self.kernels == "compiled" or (self.kernels == "fused" and self.device == "cuda" and self.compile_around)
 
     @property
     def cycles_need_host_step(self) -> bool:
@@ -435,6 +436,8 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
 
     chosen = resolve_runtime(runtime.name, device)
     kernels = config.kernels.mode if config.kernels.mode != "auto" else chosen.kernels
+    if kernels == "compiled" and not config.kernels.compile_around:
+        raise ConfigError("kernels.compile_around", "true with kernels.mode=compiled, which compiles everything", False)
     draft_context = draft.decoder.longest_context if draft else max_context
     if draft_context < max_context:
         logger.warning("the draft was made for %d positions, the context is %d: rows past them decode plainly", draft_context, max_context)
@@ -498,6 +501,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         linear=config.kernels.linear,
         numerics=config.kernels.numerics,
         programmatic_launch=config.kernels.programmatic_launch,
+        compile_around=config.kernels.compile_around,
         runtime=chosen,
         debug=runtime.debug,
     )

@@ -1,7 +1,8 @@
 """Write the GPU section of docs/benchmarks.md from the result files: ``python -m perf.gpu.readme``; ``--check``: is it up to date?
 
 A figure that is in no file is shown as not yet run; none is typed in by hand. Checks and latency come from different calls of ``make
-gpu-check``: figures are shown if the checks of the same code on the same kind of GPU, with the same torch and Triton, were green.
+gpu-check``: figures are shown if the checks of the same code on the same kind of GPU, with the same torch and Triton, were green. Every
+kind of GPU has a column of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from graphspec.lab.measure.provenance import ROOT
-from perf.gpu.results import Evidence, gather
+from perf.gpu.results import Evidence, gather_kinds, gpu_name
 
 RESULTS = ROOT / "perf" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -37,23 +38,34 @@ def _cycle(rows: Sequence[dict[str, Any]], case: str, lanes: int = 1) -> dict[st
     return next((r for r in rows if r["kind"] == "cycle" and r["case"] == case and r["lanes"] == lanes), None)
 
 
-def target_lines(rows: Sequence[dict[str, Any]], gpu: str = "") -> list[str]:
-    """The table of aims and results; the latter were found on ``gpu``, whose bandwidth the floors are of."""
-    lines = [f"| aim on an H200 | bound | found{f' on {gpu}' if rows and gpu else ''} |", "|---|---|---|"]
+def target_lines(found: Sequence[tuple[str, Sequence[dict[str, Any]]]]) -> list[str]:
+    """The table of aims and results, a column for each GPU: its name, and its rows. The floors are of its own bandwidth."""
+    columns = [(f"found{f' on {gpu}' if gpu else ''}", rows) for gpu, rows in found] or [("found", [])]
+    lines = [f"| aim on an H200 | bound | {' | '.join(title for title, _ in columns)} |", "|---|---" + "|---" * len(columns) + "|"]
     for title, case, bound, words in TARGETS:
-        row = _cycle(rows, case)
-        found = NOT_RUN
-        if row:
-            ratio = row["milliseconds"] / row["floor_milliseconds"]
-            found = f"{ratio:.2f}x ({row['milliseconds']:.2f} ms){'' if ratio <= bound else ', not met'}"
-        lines.append(f"| {title} | {words} | {found} |")
-    step = next((r for r in rows if r["kind"] == "draft_step"), None)
-    found = f"{step['milliseconds']:.3f} ms{'' if step['milliseconds'] <= DRAFT_STEP_MILLISECONDS else ', not met'}" if step else NOT_RUN
-    lines.append(f"| one draft step | <= {DRAFT_STEP_MILLISECONDS:.2f} ms | {found} |")
-    hosts = [row["host_microseconds"] for _, case, _, _ in TARGETS if (row := _cycle(rows, case))]
-    found = f"{max(hosts):.0f} us{'' if max(hosts) <= HOST_MICROSECONDS else ', not met'}" if hosts else NOT_RUN
-    lines.append(f"| host time per cycle | <= {HOST_MICROSECONDS:.0f} us | {found} |")
+        lines.append(_line(title, words, [_ratio(_cycle(rows, case), bound) for _, rows in columns]))
+    steps = [next((r["milliseconds"] for r in rows if r["kind"] == "draft_step"), None) for _, rows in columns]
+    step, host = f"<= {DRAFT_STEP_MILLISECONDS:.2f} ms", f"<= {HOST_MICROSECONDS:.0f} us"
+    lines.append(_line("one draft step", step, [_bounded(each, DRAFT_STEP_MILLISECONDS, ".3f", "ms") for each in steps]))
+    hosts = [[row["host_microseconds"] for _, case, _, _ in TARGETS if (row := _cycle(rows, case))] for _, rows in columns]
+    lines.append(_line("host time per cycle", host, [_bounded(max(each, default=None), HOST_MICROSECONDS, ".0f", "us") for each in hosts]))
     return lines
+
+
+def _line(*cells: str | Sequence[str]) -> str:
+    flat = [cell for part in cells for cell in ([part] if isinstance(part, str) else part)]
+    return f"| {' | '.join(flat)} |"
+
+
+def _ratio(row: dict[str, Any] | None, bound: float) -> str:
+    if row is None:
+        return NOT_RUN
+    ratio = row["milliseconds"] / row["floor_milliseconds"]
+    return f"{ratio:.2f}x ({row['milliseconds']:.2f} ms){'' if ratio <= bound else ', not met'}"
+
+
+def _bounded(value: float | None, bound: float, digits: str, unit: str) -> str:
+    return NOT_RUN if value is None else f"{value:{digits}} {unit}{'' if value <= bound else ', not met'}"
 
 
 def cycle_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -88,12 +100,6 @@ def engine_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def device(evidence: Evidence) -> str:
-    """Name of the GPU; empty: none is named."""
-    gpus = evidence.head.get("gpus")
-    return str(gpus[0]["name"]) if gpus else ""
-
-
 def state(evidence: Evidence | None) -> str:
     """A sentence on the checks: where they ran, and their outcome."""
     if evidence is None:
@@ -103,7 +109,7 @@ def state(evidence: Evidence | None) -> str:
     head, summaries, outcomes = evidence.head, evidence.summaries, Counter(evidence.outcomes().values())
     red = outcomes["failed"] + outcomes["error"]
     verdict = "all green" if evidence.verified else f"{red} red" if red else "not green: some were skipped or did not run"
-    where = f"one {device(evidence) or 'GPU'}, {head['date'][:10]}, revision {str(head['revision'])[:12]}"
+    where = f"one {gpu_name(head) or 'GPU'}, {head['date'][:10]}, revision {str(head['revision'])[:12]}"
     if not summaries:
         return f"`make gpu-check` on {where}: it has not come to the checks, so no figure of it is shown."
     text = f"`make gpu-check` on {where}: {outcomes['passed']} checks passed, {verdict}."
@@ -113,18 +119,23 @@ def state(evidence: Evidence | None) -> str:
     return text + (f" Left out, not installed there: {', '.join(absent)}." if absent else "")
 
 
-def section(evidence: Evidence | None) -> str:
-    """The whole section."""
-    shown = evidence is not None and evidence.verified
-    rows, engine = (evidence.rows, evidence.engine) if evidence is not None and shown else ([], [])
-    parts = [state(evidence), "\n".join(target_lines(rows, device(evidence) if evidence is not None else ""))]
-    if rows:
-        widths = sorted({f"{row['bytes_per_second'] / 1e12:.2f}" for row in rows if row["kind"] == "bandwidth"})
-        measured = f"Copy bandwidth in the runs of these: {' to '.join(dict.fromkeys((widths[0], widths[-1])))} TB/s. " if widths else ""
-        parts.append(f"{measured}Weights are random; acceptance is forced where it says so.")
-        parts.append("\n".join(cycle_lines(rows)))
-    if engine:
-        parts.append("\n".join(engine_lines(engine)))
+def section(found: Sequence[Evidence]) -> str:
+    """The whole section, from what belongs together on each kind of GPU."""
+    shown = [evidence for evidence in found if evidence.verified]
+    parts = [state(evidence) for evidence in found] or [state(None)]
+    parts.append("\n".join(target_lines([(gpu_name(evidence.head), evidence.rows) for evidence in shown])))
+    for evidence in shown:
+        gpu, rows = gpu_name(evidence.head), evidence.rows
+        if rows:
+            widths = sorted({f"{row['bytes_per_second'] / 1e12:.2f}" for row in rows if row["kind"] == "bandwidth"})
+            measured = (
+                f"Copy bandwidth in the runs of these: {' to '.join(dict.fromkeys((widths[0], widths[-1])))} TB/s. " if widths else ""
+            )
+            where = f"On {gpu}. " if gpu else ""
+            parts.append(f"{where}{measured}Weights are random; acceptance is forced where it says so.")
+            parts.append("\n".join(cycle_lines(rows)))
+        if evidence.engine:
+            parts.append("\n".join(engine_lines(evidence.engine)))
     return "\n\n".join(parts)
 
 
@@ -138,7 +149,7 @@ def rewritten(page: str) -> str:
     _, end, after = rest.partition(END)
     if not mark or not end:
         raise SystemExit(f"docs/benchmarks.md: expected {BEGIN} and {END}, found no such marks")
-    return f"{before}{BEGIN}\n\n{section(gather(RESULTS))}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{section(gather_kinds(RESULTS))}\n\n{END}{after}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -118,13 +118,12 @@ def gather(folder: Path, head: Mapping[str, Any] | None = None) -> Evidence | No
     Returns:
         None if there is no such file.
     """
-    files = {kind: _heads(folder, kind) for kind in ("gpu-check", "gpu-latency", "gpu-engine")}
+    files = _files(folder)
     if head is None:
-        named = [(path.name, records[0]) for found in files.values() for path, records in found]
-        newest = max(named, key=lambda pair: pair[0], default=None)
-        if newest is None:
+        newest = _newest_heads(files)
+        if not newest:
             return None
-        head = newest[1]
+        head = newest[-1]
     belongs = {kind: [records for _, records in found if identity(records[0]) == identity(head)] for kind, found in files.items()}
     if not any(belongs.values()):
         return None
@@ -134,6 +133,32 @@ def gather(folder: Path, head: Mapping[str, Any] | None = None) -> Evidence | No
         rows=_newest_of_each(belongs["gpu-latency"]),
         engine=_newest_of_each(belongs["gpu-engine"]),
     )
+
+
+def gather_kinds(folder: Path) -> list[Evidence]:
+    """:func:`gather` for each kind of GPU: the newest files of each, by the GPU's name."""
+    found = [gather(folder, head) for head in _newest_heads(_files(folder))]
+    return sorted((evidence for evidence in found if evidence is not None), key=lambda evidence: gpu_name(evidence.head))
+
+
+def gpu_name(head: Mapping[str, Any]) -> str:
+    """Name of the GPU that a file's first record tells; empty: none is named."""
+    gpus = head.get("gpus")
+    return str(gpus[0]["name"]) if gpus else ""
+
+
+def _files(folder: Path) -> dict[str, list[tuple[Path, list[Record]]]]:
+    return {kind: _heads(folder, kind) for kind in ("gpu-check", "gpu-latency", "gpu-engine")}
+
+
+def _newest_heads(files: Mapping[str, Iterable[tuple[Path, list[Record]]]]) -> list[Record]:
+    """The first record of the newest file of each kind of GPU, the newest of all last."""
+    named = sorted(((path.name, records[0]) for found in files.values() for path, records in found), key=lambda pair: pair[0])
+    newest: dict[str, Record] = {}
+    for _, head in named:
+        newest.pop(gpu_name(head), None)
+        newest[gpu_name(head)] = head
+    return list(newest.values())
 
 
 def _heads(folder: Path, kind: str) -> list[tuple[Path, list[Record]]]:

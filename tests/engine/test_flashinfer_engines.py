@@ -170,7 +170,7 @@ def test_other_drafters_of_a_latent_target(
     )
     assert {tokens for _, tokens in stand_ins.runs} == served
     if variant == "standalone":
-        (prefill,) = (p.stages[-1] for key, p in llm.cycle.programs.items() if key == PrefillKey(4, GREEDY))
+        prefill = next(stage for stage in llm.cycle.programs[PrefillKey(4, GREEDY)].stages if stage.name == "prefill")
         assert [call.pool for call in prefill.prepared_calls] == ["target", "draft"]
 
 
@@ -345,7 +345,7 @@ def test_prompts_under_sliding_windows(engine: Engine, compared: list[str], stan
     keys = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "num_hidden_layers": 3}
     pair = random_pair(tmp_path, build_hf("qwen2", head_dim=None, **keys, eos_token_id=VOCAB_SIZE - 1))
     llm = both(engine, pair.target, prompts(2, (19, 6), VOCAB_SIZE), SamplingParams(max_tokens=6), variant="none", max_rows=1, page_size=16)
-    (stage,) = (p.stages[-1] for key, p in llm.cycle.programs.items() if key == PrefillKey(8, GREEDY))
+    stage = next(stage for stage in llm.cycle.programs[PrefillKey(8, GREEDY)].stages if stage.name == "prefill")
     assert [call.window for call in stage.prepared_calls] == [None, 5] and stand_ins.runs.count(("prefill", 8)) % 3 == 0
 
 

@@ -112,6 +112,7 @@ def test_the_probe_compares_engines_with_and_without(monkeypatch: pytest.MonkeyP
     [finding] = probe.compare(built(log), "cpu", "eager", "reference")
     assert (finding.difference, finding.tokens) == ("", 56 + 40 + 24 + 8)
     assert [keys["programmatic_launch"] for keys in log] == [False, True]
+    assert not any(keys["compile_around"] for keys in log), "the comparison takes seconds"
     [finding] = probe.compare(built(log, programmatic_launch=True), "cpu", "eager", "reference")
     assert finding.difference.startswith("request 1, token 5: ")
 
@@ -128,8 +129,15 @@ def test_the_command_keeps_its_verdict(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(probe, "compare", lambda: [probe.Finding("tree, float32", 10, "token 3" if differs else "")])
-    assert probe.main([]) == int(differs)
+    asked: list[bool] = []
+
+    def compare(*, compiled: bool) -> list[probe.Finding]:
+        asked.append(compiled)
+        return [probe.Finding("tree, float32", 10, "token 3" if differs else "")]
+
+    monkeypatch.setattr(probe, "compare", compare)
+    assert probe.main([]) == probe.main(["--compiled"]) == int(differs)
+    assert asked == [False, True]
     assert programmatic.verdict(CUDA) is not differs
     assert ("may not be used" if differs else "may be used") in capsys.readouterr().out
 

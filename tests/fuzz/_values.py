@@ -150,6 +150,7 @@ KEYS: dict[str, Callable[[Any], bool]] = {
     "mode": _choice("auto", "reference", "compiled", "fused"),
     "numerics": _choice("fast", "batch_invariant"),
     "programmatic_launch": lambda v: v is None or type(v) is bool,
+    "compile_around": lambda v: type(v) is bool,
     "rates": lambda v: isinstance(v, list | tuple) and all(is_real(r, 0, 1) for r in v),
     "times": lambda v: _pairs(
         v, lambda k: is_whole(k, 1, 65536), lambda t: _pairs(t, lambda d: is_whole(d, 0), lambda s: is_real(s, 1e-9, 1e9))

@@ -137,6 +137,21 @@ def test_depths_that_change_while_it_runs_change_no_token(temperature: float, mo
         assert {depth for _, depth, _ in llm.depth_policy.reported} == {0, 2, 4}
 
 
+def around(compiled: bool) -> dict[str, Any]:
+    """An engine whose surroundings of kernels are compiled, or run as they stand."""
+    return {"variant": "eagle3", "device": "cuda", "dtype": "float32", "runtime": "captured", "mode": "fused", "buckets": [1, 4],
+            "max_rows": 4, "sampling_classes": [], "compile_around": compiled}  # fmt: skip
+
+
+@pytest.mark.seconds(lambda: seconds([around(True), around(False)]))
+def test_what_lies_between_kernels_need_not_be_compiled() -> None:
+    params = [SamplingParams(max_tokens=24 + 9 * i, temperature=0.8 * (i % 2), seed=i, ignore_eos=True) for i in range(4)]
+    compiled, direct = (LLM(**around(flag)) for flag in (True, False))
+    assert [out.token_ids for out in direct.generate(PROMPTS, params)] == [out.token_ids for out in compiled.generate(PROMPTS, params)]
+    assert direct.cycle.compilations.graphs == 0 < compiled.cycle.compilations.graphs
+    assert all(isinstance(program.replay, Captured) for program in direct.cycle.programs.values())
+
+
 def test_debug_mode_runs_and_notices() -> None:
     llm = LLM(
         variant="eagle3", device="cuda", dtype="float32", runtime="captured", mode="reference", buckets=[4], max_rows=4, debug=True,

@@ -31,7 +31,7 @@ def engines(shape: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("shape", programmatic.SHAPES)
 def test_engines_with_and_without_give_the_same_tokens(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programmatic, "SHAPES", {shape: programmatic.SHAPES[shape]})
-    found = list(programmatic.compare(LLM))
+    found = list(programmatic.compare(LLM, compiled=True))
     assert len(found) == len(programmatic.DTYPES)
     assert [finding for finding in found if finding.difference] == []
     assert all(finding.tokens > 0 for finding in found)

@@ -203,7 +203,7 @@ def test_latency_is_shown_where_the_checks_of_another_call_were_green(
         write(tmp_path, f"20260101-00000{number + 2}-gpu-check.jsonl", PASSED, one)
     evidence = results.gather(tmp_path)
     assert evidence is not None and evidence.verified is verified
-    text = readme.section(evidence)
+    text = readme.section([evidence])
     assert ("1.11x (5.00 ms)" in text) is verified and ("4.30 TB/s" in text) is verified
     assert ("These are the core checks" in text) is (verified and not all_ran)
 
@@ -226,6 +226,22 @@ def test_a_failure_does_not_take_the_place_of_a_figure(tmp_path: Path) -> None:
     evidence = results.gather(tmp_path)
     assert evidence is not None and evidence.measured() == ["none x1"]
     assert [row["kind"] for row in evidence.rows] == ["bandwidth", "cycle", "not_run", "bandwidth"]
+
+
+def test_every_kind_of_gpu_has_a_column_of_the_newest_run_on_it(tmp_path: Path) -> None:
+    """Green checks on one say nothing about another, whose figures stay away."""
+    for number, (name, ms) in enumerate((("H200", 9.0), ("H100", 5.4), ("H200", 4.5), ("B200", 3.0))):
+        more = {"gpus": [{"name": name}], "revision": f"r{number}"}
+        write(tmp_path, f"20260101-00000{number}-gpu-latency.jsonl", BANDWIDTH, {**CYCLE, "milliseconds": ms}, **more)
+        if name != "B200":
+            write(tmp_path, f"20260101-00000{number}-gpu-check.jsonl", PASSED, summary("core", True), **more)
+    found = results.gather_kinds(tmp_path)
+    assert [results.gpu_name(evidence.head) for evidence in found] == ["B200", "H100", "H200"]
+    text = readme.section(found)
+    assert "| aim on an H200 | bound | found on H100 | found on H200 |" in text
+    assert "| 1.20x (5.40 ms), not met | 1.00x (4.50 ms) |" in text and "(9.00 ms)" not in text and "(3.00 ms)" not in text
+    assert "on one B200, 2026-01-01, revision r3: it has not come to the checks" in text
+    assert text.count("Weights are random") == 2 and "On H100. Copy bandwidth" in text
 
 
 def test_a_tree_is_known_by_its_code(tmp_path: Path) -> None:
@@ -434,6 +450,6 @@ def test_what_was_found_is_packed_when_a_call_is_ended(tmp_path: Path) -> None:
 
 
 def test_figures_carry_the_name_of_their_gpu() -> None:
-    assert "| found on NVIDIA H100 80GB HBM3 |" in readme.target_lines([CYCLE], "NVIDIA H100 80GB HBM3")[0]
-    assert readme.target_lines([], "NVIDIA H100 80GB HBM3")[0] == "| aim on an H200 | bound | found |"
+    assert "| found on NVIDIA H100 80GB HBM3 |" in readme.target_lines([("NVIDIA H100 80GB HBM3", [CYCLE])])[0]
+    assert readme.target_lines([])[0] == "| aim on an H200 | bound | found |"
     assert [latency.GROUPS.index(name) for name in ("rows", "parallel", "baselines")] == [0, 1, 2]

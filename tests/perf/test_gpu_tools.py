@@ -164,14 +164,14 @@ def test_readme_says_what_the_files_say() -> None:
 
 
 def test_a_missed_bound_is_marked() -> None:
-    met, missed = ("\n".join(readme.target_lines(rows(milliseconds=ms))) for ms in (5.0, 6.0))
+    met, missed = ("\n".join(readme.target_lines([("", rows(milliseconds=ms))])) for ms in (5.0, 6.0))
     assert "1.11x (5.00 ms) |" in met and "1.33x (6.00 ms), not met |" in missed
     assert met.count(readme.NOT_RUN) == 6
     assert "(synthetic)" in "\n".join(readme.cycle_lines(rows()))
 
 
 def test_without_files_nothing_is_claimed() -> None:
-    text = readme.section(None)
+    text = readme.section([])
     assert "No GPU has run this code yet" in text and text.count(readme.NOT_RUN) == len(readme.TARGETS) + 2
 
 
@@ -184,7 +184,7 @@ def test_missing_packages_are_left_out_and_named(monkeypatch: pytest.MonkeyPatch
     assert f"def {checks.SANITIZER.partition('::')[2]}(" in (gpu_check.ROOT / deselected).read_text()
     summary = {"kind": "summary", "part": "tests", "green": True, "selected": [], "not_installed": names}
     evidence = Evidence({"date": "2026-01-01", "revision": "abc"}, [summary])
-    assert "Left out, not installed there: FlashInfer, compute-sanitizer." in readme.section(evidence)
+    assert "Left out, not installed there: FlashInfer, compute-sanitizer." in readme.section([evidence])
     monkeypatch.setattr(checks, "find_spec", lambda name: object())
     monkeypatch.setattr(checks.shutil, "which", lambda name: name)
     assert checks.left_out() == []
