@@ -22,10 +22,9 @@ from starlette.types import Receive, Scope, Send
 from .. import __version__
 from ..api.async_llm import AsyncLLM, length_of
 from ..api.prompts import Prompt
-from ..config.checks import conform
 from ..config.server_options import ServerConfig
 from ..engine.request import SamplingParams
-from ..errors import GraphspecError, RequestError
+from ..errors import GraphspecError
 from ..text.bounds import check_fits, fewest_tokens
 from ..text.tokenizer import check_text
 from .access import Access, Hosts, Lengths, Record, record_of
@@ -37,7 +36,7 @@ from .grammar_trials import GrammarTrials
 from .limits import ClientGone, Keys, Slots, check_bounds, check_prompt_sizes, unless_gone
 from .messages import conversation_of
 from .metrics import CONTENT_TYPE, Metrics
-from .protocol import Body, ChatBody, CompletionBody, check_model, parse
+from .protocol import Body, ChatBody, CompletionBody, TextBody, TokensBody, check_model, parse
 from .structured import structured_of
 from .tools import MARKS, read_tools
 
@@ -288,14 +287,12 @@ class Api:
                 raise bad_field("messages", "a checkpoint with a chat template", "one without")
             conversation = conversation_of(body, read_tools(body.tools, body.tool_choice), **self._plain)
             return length_of(conversation), partial(self.tokenizer.chat, conversation), False
-        _only(data, "model", "prompt", "add_special_tokens", "return_token_strs")
-        check_model(data.get("model"), self.model)
-        special, spelled = data.get("add_special_tokens", True), data.get("return_token_strs", False)
-        for name, value in (("add_special_tokens", special), ("return_token_strs", spelled)):
-            conform(name, value, bool, RequestError)
-        text = check_text("prompt", data.get("prompt"))
+        asked = parse(TextBody, data)
+        check_model(asked.model, self.model)
+        text = check_text("prompt", asked.prompt)
         check_fits("prompt", text, self.tokenizer.folder, self.plan.max_context)
-        return len(text), partial(self.tokenizer.encode if special else self.tokenizer.words, text, **self._plain), spelled
+        encode = self.tokenizer.encode if asked.add_special_tokens else self.tokenizer.words
+        return len(text), partial(encode, text, **self._plain), asked.return_token_strs
 
     async def detokenize(self, request: Request) -> Response:
         """``POST /detokenize``."""
@@ -303,14 +300,15 @@ class Api:
         return await self._work(request, lambda: spell({"prompt": self.tokenizer.decode(tokens)}), len(tokens))
 
     def _tokens(self, data: dict[str, Any]) -> list[int]:
-        _only(data, "model", "tokens")
-        check_model(data.get("model"), self.model)
-        tokens, vocab, most = data.get("tokens"), self.plan.target.vocab_size, self.plan.max_context
-        if isinstance(tokens, list) and len(tokens) > most:
-            raise bad_field("tokens", f"at most {most} of them", len(tokens))
-        if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < vocab for token in tokens):
+        vocab, most = self.plan.target.vocab_size, self.plan.max_context
+        given = data.get("tokens")
+        if isinstance(given, list) and len(given) > most:
+            raise bad_field("tokens", f"at most {most} of them", len(given))
+        body = parse(TokensBody, data)
+        check_model(body.model, self.model)
+        if not all(0 <= token < vocab for token in body.tokens):
             raise bad_field("tokens", f"a list of token ids from 0 to {vocab - 1}", "something else")
-        return tokens
+        return body.tokens
 
     async def _work(self, request: Request, answer: Callable[[], bytes], length: int) -> Response:
         """A response that a thread makes, in one slot."""
@@ -375,12 +373,6 @@ class EventStream(Response):
 async def _whole(writer: Writer) -> dict[str, Any]:
     async with aclosing(writer.generation.events()) as events:
         return writer.whole([event async for event in events])
-
-
-def _only(data: dict[str, Any], *names: str) -> None:
-    others = [name for name in data if name not in names]
-    if others:
-        raise ApiError(400, f"unsupported: {', '.join(others)}", others[0], "unsupported_field")
 
 
 async def _gone(_: Request, __: Exception) -> Response:

@@ -1,18 +1,21 @@
 """Request bodies: their fields, and the :class:`~graphspec.engine.request.SamplingParams` that follow from them.
 
 Field names are OpenAI's, and vLLM's where OpenAI has none. A field that is null counts as absent. Unknown fields are refused, all of them
-in one error, except those without an effect: :data:`NO_BEARING`, and :data:`NEUTRAL` at these values.
+in one error, except those without an effect: :data:`NO_BEARING`, and :data:`NEUTRAL` at these values. A value of another type is never
+converted.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from ..api.prompts import Prompt, TextPrompt
-from ..config.checks import brief, check_fields
+from ..config.checks import brief, typed
 from ..config.hints import hint_for_sampling
 from ..engine.request import SamplingParams
 from ..errors import RequestError
@@ -20,7 +23,7 @@ from ..shapes import SamplingDefaults
 from ..text.structured import Structured
 from .errors import ApiError
 
-Kind = TypeVar("Kind")
+Kind = TypeVar("Kind", bound="Fields")
 NO_BEARING = frozenset({"user", "safety_identifier", "prompt_cache_key", "metadata", "request_id"})
 """Fields that only the client's records use."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -48,8 +51,62 @@ PASSED_ON = (
 """Fields that :class:`SamplingParams` has under the same name, with the same meaning."""
 
 
-@dataclass(kw_only=True)
-class StreamOptions:
+WORDS = {
+    "int_type": "an integer", "float_type": "a number", "finite_number": "a finite number", "bool_type": "true or false",
+    "string_type": "text", "list_type": "a list", "dict_type": "an object", "model_type": "an object",
+}  # fmt: skip
+"""What pydantic's errors expect."""
+UNQUOTED = {
+    "prompt": "a text, a list of texts, token ids, or a list of these",
+    "messages": "a list of at least one message",
+}
+"""What is expected of fields whose values no error shows."""
+
+
+def _listed(given: object) -> object:
+    return [given] if isinstance(given, str) else given
+
+
+def _prompts(given: object) -> object:
+    return [given] if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int) else given
+
+
+class AtFirst(FailFast):
+    """A list is refused at its first wrong entry: errors cost more than entries. Hashable, as unions need it."""
+
+    __hash__ = object.__hash__
+
+
+Ids = Annotated[list[int], AtFirst()]
+Texts = Annotated[list[str], AtFirst(), BeforeValidator(_listed)]
+Prompts = Annotated[list[str | Ids], AtFirst(), Field(min_length=1), BeforeValidator(_prompts)]
+
+
+class Fields(BaseModel):
+    """Fields of a JSON object."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    prefix: ClassVar[str] = ""
+    """In front of the names of its fields in errors."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known(cls, data: object) -> object:
+        if not isinstance(data, dict):
+            return data
+        given = {name: value for name, value in data.items() if value is not None}
+        others = [name for name in given if name not in cls.model_fields and name not in NO_BEARING]
+        refused = [name for name in others if name not in NEUTRAL or given[name] not in NEUTRAL[name]]
+        if refused:
+            spelled = {name: brief(cls.prefix + name, 200).strip("'") for name in refused}
+            hints = {name: hint for name in refused if (hint := hint_for_sampling(name, cls.model_fields))}
+            hint = "; ".join(f"{spelled[name]}: {text}" for name, text in hints.items())
+            message = f"unsupported: {', '.join(spelled.values())}" + f" ({hint})" * bool(hint)
+            raise ApiError(400, message, spelled[refused[0]], "unsupported_field")
+        return given
+
+
+class StreamOptions(Fields):
     """Where a stream reports usage.
 
     Attributes:
@@ -57,15 +114,12 @@ class StreamOptions:
         continuous_usage_stats: in every chunk.
     """
 
+    prefix = "stream_options."
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
-    def __post_init__(self) -> None:
-        check_fields(self, "stream_options", error=RequestError)
 
-
-@dataclass(kw_only=True)
-class Body(ABC):
+class Body(Fields, ABC):
     """Fields of both kinds of requests. Absent ones are None or have their default."""
 
     model: str | None = None
@@ -74,38 +128,43 @@ class Body(ABC):
     top_p: float | None = None
     n: int = 1
     seed: int | None = None
-    stop: Sequence[str] | None = None
+    stop: Texts | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Mapping[str, float] | None = None
+    logit_bias: dict[str, float] | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: Sequence[int] | None = None
+    stop_token_ids: Ids | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = None
+    allowed_token_ids: Ids | None = None
+    bad_words: Texts | None = None
     prompt_logprobs: int | None = None
     speculate: bool | None = None
     num_steps: int | None = None
     priority: int = 0
     cache_salt: str | None = None
     stream: bool = False
-    stream_options: Mapping[str, Any] | None = None
+    stream_options: StreamOptions | None = None
     echo: bool = False
-    structured_outputs: Mapping[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     response_format: Any = None
     add_special_tokens: bool | None = None
     return_token_ids: bool = False
 
-    def __post_init__(self) -> None:
-        check_fields(self, "", error=RequestError)
+    @model_validator(mode="after")
+    def _only_in_streams(self) -> Body:
         if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options", "nothing without stream", brief(dict(self.stream_options)))
-        self.streaming = parse(StreamOptions, self.stream_options or {}, "stream_options.")
+            raise RequestError("stream_options", "nothing without stream", brief(self.stream_options.model_dump(exclude_unset=True)))
+        return self
+
+    @property
+    def streaming(self) -> StreamOptions:
+        """Its stream options, or the default."""
+        return self.stream_options or StreamOptions()
 
     @property
     @abstractmethod
@@ -159,17 +218,11 @@ class Body(ABC):
         return {int(token): value for token, value in self.logit_bias.items()}
 
 
-@dataclass(kw_only=True)
 class CompletionBody(Body):
     """``/v1/completions``."""
 
-    prompt: Any = None
+    prompt: Prompts
     logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.prompt is None:
-            raise RequestError("prompt", "a text, a list of texts, token ids, or a list of these", "nothing")
 
     @property
     def scored_prompt(self) -> int | None:
@@ -187,44 +240,32 @@ class CompletionBody(Body):
 
         Args:
             special_tokens_as_text: texts of special tokens in them are text.
-
-        Raises:
-            RequestError: neither texts nor token ids, or an empty list.
         """
-        given = self.prompt
-        if isinstance(given, str) or (isinstance(given, list) and given and all(type(entry) is int for entry in given)):
-            given = [given]
-        fine = isinstance(given, list) and given
-        if not fine or not all(isinstance(p, str) or (isinstance(p, list) and all(type(entry) is int for entry in p)) for p in given):
-            raise RequestError("prompt", "a text, a list of texts, token ids, or a list of these", "something else")
         around = self.add_special_tokens is not False
         return [
             TextPrompt(prompt=entry, add_special_tokens=around, special_tokens_as_text=special_tokens_as_text)
             if isinstance(entry, str)
             else entry
-            for entry in given
+            for entry in self.prompt
         ]
 
 
-@dataclass(kw_only=True)
 class ChatBody(Body):
     """``/v1/chat/completions``."""
 
-    messages: Any = None
+    messages: Annotated[list[Any], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: bool = True
-    chat_template_kwargs: Mapping[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.messages, list) or not self.messages:
-            raise RequestError("messages", "a list of at least one message", "something else")
+    @model_validator(mode="after")
+    def _consistent(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs", "nothing without logprobs", self.top_logprobs)
         if self.add_generation_prompt is self.continue_final_message:
@@ -232,6 +273,7 @@ class ChatBody(Body):
             raise RequestError("add_generation_prompt", expected, self.add_generation_prompt)
         if self.echo:
             raise RequestError("echo", "false in chat", True)
+        return self
 
     @property
     def alternatives(self) -> int | None:
@@ -242,24 +284,45 @@ class ChatBody(Body):
         return most if wanted is None else wanted
 
 
-def parse(kind: type[Kind], data: Mapping[str, Any], prefix: str = "") -> Kind:
-    """Make a dataclass from the fields of a JSON object.
+class TextBody(Fields):
+    """``/tokenize`` of a text."""
+
+    model: str | None = None
+    prompt: Any = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokensBody(Fields):
+    """``/detokenize``."""
+
+    model: str | None = None
+    tokens: Ids
+
+
+def parse(kind: type[Kind], data: Mapping[str, Any]) -> Kind:
+    """Read the fields of a JSON object.
 
     Raises:
         ApiError: 400, naming every field that is not supported.
-        RequestError: a value of another type.
+        RequestError: a value of another type, or one that contradicts another.
     """
-    given = {name: value for name, value in data.items() if value is not None}
-    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    others = [name for name in given if name not in known and name not in NO_BEARING]
-    refused = [name for name in others if name not in NEUTRAL or given[name] not in NEUTRAL[name]]
-    if refused:
-        spelled = {name: brief(prefix + name, 200).strip("'") for name in refused}
-        hints = {name: hint for name in refused if (hint := hint_for_sampling(name, known))}
-        hint = "; ".join(f"{spelled[name]}: {text}" for name, text in hints.items())
-        message = f"unsupported: {', '.join(spelled.values())}" + f" ({hint})" * bool(hint)
-        raise ApiError(400, message, spelled[refused[0]], "unsupported_field")
-    return kind(**{name: value for name, value in given.items() if name in known})
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False)[0]) from error
+
+
+def _refusal(error: ErrorDetails) -> RequestError:
+    raised = error.get("ctx", {}).get("error")
+    if isinstance(raised, RequestError):
+        return raised
+    name = str(error["loc"][0])
+    missing = error["type"] == "missing"
+    if name in UNQUOTED:
+        return RequestError(name, UNQUOTED[name], "nothing" if missing else "something else")
+    key = name + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"][1:])
+    return RequestError(key, WORDS.get(error["type"], error["msg"]), "nothing" if missing else typed(error["input"]))
 
 
 def check_model(requested: str | None, served: str) -> None:

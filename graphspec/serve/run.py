@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .app import Api
     from .limits import Keys
 
-PACKAGES = ("starlette", "uvicorn", "prometheus_client")
+PACKAGES = ("starlette", "uvicorn", "prometheus_client", "pydantic")
 
 
 def run(config: LaunchConfig) -> int:

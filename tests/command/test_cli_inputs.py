@@ -287,7 +287,7 @@ def test_overrides_stand_on_both_sides_of_a_flag(target: Path, capsys: Any) -> N
 
 
 def test_an_extra_is_installed_by_the_packages_it_brings(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert re.fullmatch(r"pip install 'starlette\S+' 'uvicorn\S+' 'prometheus-client\S+'", install_hint("serve"))
+    assert re.fullmatch(r"pip install 'pydantic\S+' 'starlette\S+' 'uvicorn\S+' 'prometheus-client\S+'", install_hint("serve"))
     assert re.fullmatch(r"pip install 'xgrammar\S+'", install_hint("grammar"))
 
     def without_metadata(_: str) -> None:
