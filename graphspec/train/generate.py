@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ from ..errors import ConfigError
 from .checkpoint import write_array, write_json
 from .facts import RECURRENT
 from .loop import Watch, unwatched
+from .written import REUSE
 
-REUSE = 3
-"""How often a draft reads each token that its target wrote, which determines the default amount of text."""
 SEQUENCES = 128
 """Default of the most sequences that are written at once."""
 
@@ -97,7 +95,7 @@ def text_sets(config: TrainConfig) -> list[list[int]]:
     """``train.text.sets``, or sets derived from the schedule: ``[batches, sequences, length]`` for each of its lengths."""
     if config.text.sets is not None:
         return config.text.sets
-    if config.raw_share == 1.0:
+    if config.raw_share == 1.0 or not any(source.is_text for source in config.sources):
         return []
     rows: dict[int, int] = {}
     for steps, batch, length in config.schedule_phases:
@@ -165,16 +163,3 @@ def _check_text(file: Path, settings: dict[str, Any]) -> None:
         if stored.get(key) != value:
             hint = "another train.work leaves it alone, train.resume=false starts again"
             raise ConfigError(f"{file}: {key}", value, stored.get(key), hint)
-
-
-def repetition(texts: Iterable[Sequence[int]], width: int = 16) -> float:
-    """Share of the runs of ``width`` tokens that occurred earlier in the same text: a measure of loops."""
-    seen_again = total = 0
-    for row in texts:
-        seen: set[tuple[int, ...]] = set()
-        for i in range(len(row) - width + 1):
-            run = tuple(row[i : i + width])
-            seen_again += run in seen
-            total += 1
-            seen.add(run)
-    return seen_again / max(1, total)
