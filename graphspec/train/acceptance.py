@@ -46,10 +46,10 @@ def held_out_prompts(config: AcceptanceConfig, context: int, stream: np.ndarray,
     return [list(map(int, prompt)) for prompt in cut_prompts(stream, config.prompts, config.prompt_length, config.seed)]
 
 
-def small_engine(config: LaunchConfig, target: str, variant: VariantConfig, longest: int) -> LLM:
-    """An engine with the checkpoint ``target`` for one batch of prompts of up to ``longest`` tokens."""
+def small_engine(config: LaunchConfig, target: str, variant: VariantConfig, prompts: Sequence[list[int]]) -> LLM:
+    """An engine with the checkpoint ``target`` for a batch of these prompts."""
     measured = config.train.acceptance
-    context, tokens = longest + measured.new_tokens, measured.prompts * measured.new_tokens
+    context, tokens = max(map(len, prompts)) + measured.new_tokens, len(prompts) * measured.new_tokens
     return engine_for(config, target, variant, rows=measured.batch, context=context, tokens=tokens)
 
 
@@ -79,12 +79,11 @@ def measure_acceptance(config: LaunchConfig, shapes: Sequence[Sequence[int]], pr
     """
     measured = config.train.acceptance
     temperatures = [0.0, measured.temperature] if measured.temperature else [0.0]
-    longest = max(map(len, prompts))
     figures: list[dict[str, Any]] = [{"repeated_16_grams": 0.0, "shapes": []} for _ in temperatures]
     for done, (steps, topk, nodes) in enumerate(shapes):
         watch("acceptance", done, len(shapes))
         variant = replace(config.variant, draft=config.train.out, draft_noise="none", num_steps=steps, topk=topk, num_draft_tokens=nodes)
-        llm = small_engine(config, config.model.path, variant, longest)
+        llm = small_engine(config, config.model.path, variant, prompts)
         for temperature, found in zip(temperatures, figures, strict=True):
             outputs = continue_held_out(llm, measured, prompts, temperature)
             found["repeated_16_grams"] = round(repetition([output.token_ids for output in outputs]), 4)
@@ -100,7 +99,7 @@ def measure_acceptance(config: LaunchConfig, shapes: Sequence[Sequence[int]], pr
                 }
             )
     watch("acceptance", len(shapes), len(shapes))
-    settings = {"prompts": len(prompts), "prompt_tokens": longest, "new_tokens": measured.new_tokens}
+    settings = {"prompts": len(prompts), "prompt_tokens": max(map(len, prompts)), "new_tokens": measured.new_tokens}
     greedy, *sampled = figures
     return settings | greedy | ({"sampled": {"temperature": measured.temperature} | sampled[0]} if sampled else {})
 

@@ -80,7 +80,8 @@ def spell(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) -> list[Samp
         RequestError: messages that the template does not take.
         CheckpointError: no chat template, or a broken one.
     """
-    end, found = turn_end(tokenizer), []
+    end = turn_end(tokenizer)
+    found: list[Sample] = []
     for place, message in enumerate(messages):
         if message["role"] != ANSWERS or not message["content"]:
             continue

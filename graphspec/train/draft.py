@@ -51,7 +51,8 @@ class Recipe:
             raise ConfigError("train.sequence_length", f"sequences longer than train.unroll + 1 = {config.unroll + 1}", shortest)
         written = {length for _, _, length in config.text.sets or []}
         missing = [length for _, _, length in config.schedule_phases if length not in written]
-        if written and missing and config.raw_share < 1 and any(source.is_text for source in config.sources):
+        without_text = config.sources and not any(source.is_text for source in config.sources)
+        if written and missing and config.raw_share < 1 and not without_text:
             raise ConfigError("train.text.sets", f"a set of sequences of {missing[0]} tokens, as the schedule has", sorted(written))
         fixed = self.network().steps
         if fixed is not None and config.unroll != fixed[1]:
@@ -178,6 +179,12 @@ class SoftCrossEntropy(torch.autograd.Function):
         return gradient_MV * grad_M[:, None], None
 
 
+def soft_cross_entropy(logits_MV: Tensor, soft_MV: Tensor) -> Tensor:
+    """See :class:`SoftCrossEntropy`."""
+    loss_M: Tensor = SoftCrossEntropy.apply(logits_MV, soft_MV)  # type: ignore[no-untyped-call]
+    return loss_M
+
+
 def soft_targets(logits_MV: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Of the target's logits ``[M, V]``: its distribution over the drafted ids, float32 ``[M, Vd]``; the most likely of these, ``[M]``; and
     whether no other id is more likely, bool ``[M]``.
@@ -215,7 +222,7 @@ def draft_losses(
         here_BA = counted_BT[:, seen]
         place_N, hidden_NH = place_BT[:, seen][here_BA], hidden_BAH[here_BA]
         logits_NV, inside_N = drafter.logits(hidden_NH).float(), inside_M[place_N]
-        cross_entropy_N = SoftCrossEntropy.apply(logits_NV, soft_MV[place_N])
+        cross_entropy_N = soft_cross_entropy(logits_NV, soft_MV[place_N])
         loss = (cross_entropy_N * inside_N).sum() / inside_N.sum().clamp(min=1)
         if feature_weight:
             distance = F.smooth_l1_loss(hidden_NH.float(), features_BTF[:, seen][here_BA].float(), reduction="sum")

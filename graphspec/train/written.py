@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from pathlib import Path
@@ -88,29 +88,21 @@ def gather(config: LaunchConfig, folder: Path, vocab_size: int, work: Path, watc
     if not sources:
         return []
     shares, tokenizer = train.shares(), Tokenizer(folder)
-    read = {source.path: read_conversations(source.path) for source in sources if source.path != SELF}
     apart = [name for name in train.held_out if not DataSource(name).is_text]
     held_out = [
         sample for name in apart for messages in read_conversations(name, "train.held_out") for sample in spell(tokenizer, messages)
     ]
-    asked = {name: [messages for messages in found if not has_answer(messages)] for name, found in read.items()}
-    writer: Writer | None = None
-    if any(asked.values()) or any(source.path == SELF for source in sources):
-        prompts = [tokenizer.chat(Conversation(messages)) for found in asked.values() for messages in found]
-        longest = max([len(user_prefix(tokenizer)) + train.text.new_tokens, *map(len, prompts)])
-        rows, context = train.text.batch, min(longest + train.text.new_tokens, read_model_facts(folder).max_position_embeddings)
-        llm = engine_for(config, config.model.path, VariantConfig(name="none"), rows=rows, context=context, tokens=NATIVE_PAYS)
-        writer = Writer(llm, train.text, work / "conversations")
-    found = []
+    writer = Writer(lambda longest: _engine(config, folder, longest), tokenizer, train.text, work / "conversations")
+    found: list[Gathered] = []
     for source in sources:
         if source.path == SELF:
-            assert writer is not None, "an engine for what the target writes"
-            samples = writer.alone(train.text.tokens or max(1, round(train.total_tokens * shares[source.path] / REUSE)), watch)
+            goal = train.text.tokens or max(1, round(train.total_tokens * shares[source.path] / REUSE))
+            samples = writer.alone(goal, watch)
         else:
-            samples = [sample for messages in read[source.path] if has_answer(messages) for sample in spell(tokenizer, messages)]
-            if asked[source.path]:
-                assert writer is not None, "an engine for what the target writes"
-                samples += writer.answers(asked[source.path], watch)
+            messages = read_conversations(source.path)
+            samples = [sample for known in messages if has_answer(known) for sample in spell(tokenizer, known)]
+            if asked := [known for known in messages if not has_answer(known)]:
+                samples += writer.answers(asked, watch)
         highest = max((max(sample.tokens) for sample in samples), default=0)
         if highest >= vocab_size:
             raise ConfigError("model.path", f"a tokenizer with ids below the model's vocab_size = {vocab_size}", highest)
@@ -118,25 +110,49 @@ def gather(config: LaunchConfig, folder: Path, vocab_size: int, work: Path, watc
             raise ConfigError("train.data", f"at least two conversations with answers in {source.path}", len(samples))
         train_samples, apart_samples = (samples, held_out) if held_out else split(samples, train.held_out_share)
         found.append(Gathered(shares[source.path], train_samples, apart_samples))
-    if writer is not None:
-        writer.llm.close()
+    writer.close()
     return found
+
+
+def _engine(config: LaunchConfig, folder: Path, longest: int) -> LLM:
+    """An engine for answers to prompts of up to ``longest`` tokens."""
+    context = min(longest + config.train.text.new_tokens, read_model_facts(folder).longest_context)
+    return engine_for(
+        config, config.model.path, VariantConfig(name="none"), rows=config.train.text.batch, context=context, tokens=NATIVE_PAYS
+    )
 
 
 class Writer:
     """Pieces of conversations in a folder, each written once: ``self_00000.jsonl``, or the digest of the prompts in place of ``self``.
 
     Args:
-        llm: an engine without a draft.
+        engine: makes an engine without a draft for prompts of up to so many tokens, where a piece is missing.
+        tokenizer: the target's.
         config: how they are written.
         folder: where.
     """
 
-    def __init__(self, llm: LLM, config: TextConfig, folder: Path) -> None:
-        self.llm, self.config, self.folder = llm, config, folder
+    def __init__(self, engine: Callable[[int], LLM], tokenizer: Tokenizer, config: TextConfig, folder: Path) -> None:
+        self._make = engine
+        self._llm: LLM | None = None
+        self.tokenizer, self.config, self.folder = tokenizer, config, folder
         self.size = BATCHES * config.batch
-        self.tokenizer = llm.tokenizer
+        self.longest = self._made_for = 0
         folder.mkdir(exist_ok=True)
+
+    @property
+    def llm(self) -> LLM:
+        """The engine, made when it is first needed."""
+        if self._llm is None or self._made_for < self.longest:
+            self.close()
+            self._llm, self._made_for = self._make(self.longest), self.longest
+        return self._llm
+
+    def close(self) -> None:
+        """End the engine."""
+        if self._llm is not None:
+            self._llm.close()
+            self._llm = None
 
     def alone(self, tokens: int, watch: Watch) -> list[Sample]:
         """At least ``tokens`` tokens of conversations that the target writes alone.
@@ -144,8 +160,10 @@ class Writer:
         Raises:
             ConfigError: conversations of other settings in the folder, or a target that writes nothing sensible.
         """
-        prefix, known, found, total = user_prefix(self.tokenizer), Known(), [], 0
+        prefix, known, total = user_prefix(self.tokenizer), Known(), 0
+        found: list[Sample] = []
         self._check("self", {"prefix": prefix})
+        self.longest = max(self.longest, len(prefix) + self.config.new_tokens)
         for piece in count():
             watch("conversations", min(total, tokens), tokens, f"{len(found)} conversations")
             if total >= tokens:
@@ -166,6 +184,7 @@ class Writer:
         """The target's answers to conversations that end with a question, those that are sensible."""
         name = hashlib.sha256(json.dumps(conversations).encode()).hexdigest()[:12]
         self._check(name, {})
+        self.longest = max(self.longest, *(len(self.tokenizer.chat(Conversation(messages))) for messages in conversations))
         found: list[Sample] = []
         for piece, begin in enumerate(range(0, len(conversations), self.size)):
             watch("answers", begin, len(conversations))
@@ -180,7 +199,7 @@ class Writer:
     def _asked(self, prefix: list[int], piece: int, known: Known) -> Iterator[Messages]:
         """The sensible ones of a piece's questions, which are like none that is known."""
         params = [self._params(piece, number, 1.0, self.config.new_tokens // 4) for number in range(self.size)]
-        for output in self.llm.generate([{"prompt_token_ids": prefix}] * self.size, params):
+        for output in self.llm.generate([prefix] * self.size, params):
             special = any(token in self.tokenizer.special_ids for token in output.token_ids[:-1])
             text = output.text.strip()
             if output.finish_reason == "stop" and not special and sensible_prompt(text, self.config.scripts) and known.add(text):
