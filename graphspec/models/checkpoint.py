@@ -55,25 +55,25 @@ class Checkpoint:
 
     def __init__(self, path: Path, renamed: tuple[tuple[str, str], ...] = ()) -> None:
         self.path = path
+        self._renamed = renamed
         self._files: dict[Path, TensorFile] = {}
         self._gguf: GgufFile | None = None
         self._tensors: dict[str, tuple[Path, str]] = {}
         self._rows: dict[str, int] = {}
         for stored, file in self._stored().items():
-            name = stored
-            for theirs, ours in renamed:
-                name = ours + stored.removeprefix(theirs) if stored.startswith(theirs) else name
+            name = self.rename(stored)
             if name in self._tensors:
                 raise CheckpointError(
                     f"{file}: {plain(stored)}", f"{plain(name)} under one name", f"{plain(self._tensors[name][1])} as well"
                 )
             self._tensors[name] = (file, stored)
         self._codes: dict[str, Codes] = self._gguf.codes() if self._gguf is not None else {}
-        self._parts: set[str] = set()
-        """Tensors that belong to weights of low precision."""
+        self._stored_as: dict[str, list[str]] = {}
+        """Tensors that belong to weights of low precision, by weight."""
         quantisation = read_quantisation(path)
         if quantisation is not None:
-            self._codes, self._parts = codes_of(self, self._tensors, quantisation)
+            self._codes, self._stored_as = codes_of(self, self._tensors, quantisation)
+        self._parts = {part for parts in self._stored_as.values() for part in parts}
 
     @staticmethod
     def is_there(path: Path) -> bool:
@@ -109,6 +109,13 @@ class Checkpoint:
             self._files[file] = open_tensors(file)
         return self._files[file]
 
+    def rename(self, stored: str) -> str:
+        """The name here of a tensor, or of a layer, in the files."""
+        name = stored
+        for theirs, ours in self._renamed:
+            name = ours + stored.removeprefix(theirs) if stored.startswith(theirs) else name
+        return name
+
     def names(self) -> list[str]:
         """Tensor names, prefixes already renamed. A weight of low precision has one name, that of its numbers."""
         return [*self._codes, *(name for name in self._tensors if name not in self._parts)]
@@ -135,6 +142,10 @@ class Checkpoint:
         """A tensor in the files, all of it."""
         file, stored = self._tensors[name]
         return self._open(file).tensor(stored)
+
+    def stored(self, name: str) -> dict[str, Tensor]:
+        """The tensors in the files that make up an existing one: several for a weight of low precision."""
+        return {part: self.tensor(part) for part in self._stored_as.get(name, [name])}
 
     def _describe(self, name: str) -> tuple[tuple[int, ...], str]:
         shape, dtype = (self._codes[name].shape, self._codes[name].format) if name in self._codes else self.describe(name)

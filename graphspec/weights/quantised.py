@@ -88,8 +88,8 @@ WORDS = ("I32",)
 FLOAT_SCALES = ("F32", "BF16", "F16")
 
 
-def codes_of(stored: Stored, names: Iterable[str], quantisation: Quantisation) -> tuple[dict[str, Codes], set[str]]:
-    """Weights of low precision by the name that their numbers would have, and the names of all tensors that belong to them.
+def codes_of(stored: Stored, names: Iterable[str], quantisation: Quantisation) -> tuple[dict[str, Codes], dict[str, list[str]]]:
+    """Weights of low precision by the name that their numbers would have, and the names of the tensors that belong to each.
 
     Raises:
         CheckpointError: tensors of a layer that don't fit together, or a layout that isn't known. Reads no data.
@@ -99,7 +99,7 @@ def codes_of(stored: Stored, names: Iterable[str], quantisation: Quantisation) -
         prefix, _, part = name.rpartition(".")
         layers.setdefault(f"{prefix}.", {})[part] = stored.describe(name)
     found: dict[str, Codes] = {}
-    used: set[str] = set()
+    used: dict[str, list[str]] = {}
     for prefix, parts in layers.items():
         layer = Layer(stored, prefix, parts)
         for part in CACHE_SCALES:
@@ -108,7 +108,7 @@ def codes_of(stored: Stored, names: Iterable[str], quantisation: Quantisation) -
         codes, own = _recognise(layer, quantisation)
         if codes is not None:
             found[f"{prefix}weight"] = codes
-            used |= {prefix + part for part in (*own, *ACTIVATION_SCALES) if part in parts}
+            used[f"{prefix}weight"] = [prefix + part for part in (*own, *ACTIVATION_SCALES) if part in parts]
     return found, used
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...facts import DraftFacts, ModelFacts
 from ...facts.keys import Keys
+from ...facts.quantisation import stored_quantisation
 from ...models.checkpoint import Checkpoint
 from .eagle3_facts import TAP_KEY
 from .tensors import read_vocab_map, renamed
@@ -22,10 +23,15 @@ _NO_VERIFIER: dict[str, Any] = {"name_or_path": None, "architectures": []}
 _OF_A_LAYOUT = {
     "architectures", "auto_map", "aux_hidden_state_layer_ids", "bias", "block_size", "causal", "causal_head", "dflash_config",
     "draft_shift", "draft_vocab_size", "eagle_config", "fc_norm", "fusion_bias", "is_causal", "layernorms", "mask_token_id",
-    "norm_before_fc", "norm_before_residual", "norm_output", "num_aux_hidden_states", "num_target_layers", "sample_from_anchor",
+    "norm_before_fc", "norm_before_residual", "norm_output", "num_aux_hidden_states", "num_target_layers", "quantization_config",
+    "sample_from_anchor",
     "sliding_window_non_causal", "speculators_config", "speculators_model_type", "speculators_version", "target_hidden_size",
     "target_layer_ids", "use_aux_norm", TAP_KEY,
 }  # fmt: skip
+
+
+Stored = dict[str, Tensor]
+"""A tensor as files have it: itself under its name, or codes and scales of a weight of low precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +41,9 @@ class Head:
     facts: DraftFacts
     config: dict[str, Any]
     """Keys of its decoder layers."""
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Stored]
+    quantisation: Any
+    """``quantization_config``, its layers under our names; None: all weights are numbers."""
 
 
 class Fact(NamedTuple):
@@ -107,7 +115,9 @@ class Kind:
         facts, keys = self.config(path, target)
         checkpoint, facts = self.checkpoint(facts)
         read_vocab_map(checkpoint, facts.decoder.vocab_size, facts.draft_vocab_size)
-        return Head(facts, keys.values, {name: checkpoint.raw(name) for name in checkpoint.names()})
+        found = stored_quantisation(path)
+        quantisation = None if found is None else _with_layers(found[0], checkpoint.rename)
+        return Head(facts, keys.values, {name: checkpoint.stored(name) for name in checkpoint.names()}, quantisation)
 
     def write(self, head: Head, layout: str, target: ModelFacts | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """``config.json`` and the tensors in a layout.
@@ -122,13 +132,27 @@ class Kind:
                 raise CheckpointError(f"{facts.path}: {what}", f"a head that the layout {layout} can express", f"one with {what}")
         if "d2t" in tensors and "t2d" not in tensors:
             marks = torch.zeros(facts.decoder.vocab_size, dtype=torch.bool)
-            tensors["t2d"] = marks.index_fill(0, tensors["d2t"] + torch.arange(facts.draft_vocab_size), True)
+            [offset_Vd] = tensors["d2t"].values()
+            tensors["t2d"] = {"t2d": marks.index_fill(0, offset_Vd + torch.arange(facts.draft_vocab_size), True)}
         layers = _decoder_config(head.config, facts.decoder)
         verifier = {"name_or_path": str(target.path), "architectures": [target.architecture]} if target else _NO_VERIFIER
         known = {field.name: getattr(facts, field.name) for field in fields(facts)}
         config = _render(row.config, known | {"layers": layers, "verifier": verifier} | values)
-        stored = {renamed(name, row.renamed): tensor for name, tensor in tensors.items() if name not in row.dropped}
-        return config if "transformer_layer_config" in config else layers | config, stored
+        kept = {name: part for own, parts in tensors.items() if own not in row.dropped for name, part in parts.items()}
+        if head.quantisation is not None:
+            config["quantization_config"] = _with_layers(head.quantisation, lambda name: renamed(name, row.renamed))
+        config = config if "transformer_layer_config" in config else layers | config
+        return config, {renamed(name, row.renamed): tensor for name, tensor in kept.items()}
+
+
+def _with_layers(quantisation: Any, rename: Callable[[str], str]) -> Any:
+    """``quantization_config`` with other names of layers, in its lists of them; patterns stay."""
+    if isinstance(quantisation, dict):
+        return {key: _with_layers(value, rename) for key, value in quantisation.items()}
+    if not isinstance(quantisation, list):
+        return quantisation
+    # The prefixes of a layer end with a point.
+    return [rename(f"{one}.")[:-1] if isinstance(one, str) else one for one in quantisation]
 
 
 def _render(template: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:

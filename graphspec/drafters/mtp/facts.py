@@ -14,6 +14,7 @@ from ...facts.files import find_file, open_file, parse_json, plain, read_shards
 from ...facts.keys import MOST_LAYERS, Keys, read_architecture, read_config
 from ...facts.layouts import PREDICTION_HEADS
 from ...facts.model import ModelFacts, read_decoder
+from ...facts.quantisation import WORDS
 from ...shapes import CycleShape
 from ..heads.config import nested_keys
 from .layout import LAYERS, MTP_LAYOUTS
@@ -76,7 +77,8 @@ def _find_heads(path: Path) -> tuple[str, list[int], list[str]]:
     names = read_tensor_names(path)
     for layout, table in MTP_LAYOUTS.items():
         source = next(rule.sources[0] for rule in table.rules if rule.ours == "projection.weight")
-        pattern = re.compile(re.escape(source).replace(r"\*", _NUMBER))
+        layer = re.escape(source.removesuffix("weight")).replace(r"\*", _NUMBER)
+        pattern = re.compile(layer + "(?:weight|" + "|".join(WORDS) + ")")
         matches = [match for name in names if (match := pattern.fullmatch(name))]
         if matches:
             return layout, sorted(int(match[1]) if pattern.groups else 0 for match in matches), names

@@ -1,0 +1,220 @@
+"""A checkpoint with its linear layers in low precision: rounded to the nearest codes, in the layout of compressed-tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..config.paths import new_folder, unwritable, user_path
+from ..errors import CheckpointError, ConfigError, spell_bytes
+from ..facts.files import MOST_CONFIG, read_json
+from ..facts.folders import model_folder
+from ..facts.quantisation import SIDECAR, read_quantisation
+from ..kernels.linear.packed import Packed, dequantise
+from ..weights.rounding import GROUPS, ROUNDED, Rounded, quantization_config, round_to, stored
+from .checkpoint import FLOATS, Checkpoint
+
+LAYERS = "layers"
+_PROJECTION = re.compile(r"\w+_proj(_with_mqa|_qkvz?|_z)?")
+"""Linear layers of decoder layers by the last part of their names. Gates and steps of recurrent layers (``in_proj_ba``) are small, and
+published checkpoints keep them."""
+_HEAD, _EMBEDDING = "lm_head", "embed_tokens"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".safetensors.index.json", ".bin.index.json")
+SHARD = 5 * 10**9
+"""Bytes of tensors in a file; a larger tensor has a file of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """Result of :func:`quantise`.
+
+    Attributes:
+        folder: the new one.
+        format: of the codes.
+        group: channels that share a scale; 0: all of a row.
+        layers: their number.
+        before, after: bytes of all tensors.
+        error: root mean square of what rounding changed, relative to that of the weights.
+    """
+
+    folder: Path
+    format: str
+    group: int
+    layers: int
+    before: int
+    after: int
+    error: float
+
+    @property
+    def sentence(self) -> str:
+        """The result in words."""
+        groups = f"groups of {self.group} channels" if self.group else "a scale for each row"
+        size = f"{spell_bytes(self.after)} of {spell_bytes(self.before)}"
+        return f"{self.folder}: {self.layers} linear layers in {self.format}, {groups}; {size}; relative rounding error {self.error:.2%}"
+
+
+def quantise(model: str | Path, out: str | Path, code: str, modules: Sequence[str] = (LAYERS,), group: int | None = None) -> Quantised:
+    """Write a checkpoint, of a target or a draft, with linear layers in low precision to a new folder.
+
+    Args:
+        model: folder of the checkpoint, or what else ``model=`` takes.
+        out: a folder that doesn't exist yet, or is empty.
+        code: a key of :data:`graphspec.weights.rounding.ROUNDED`.
+        modules: which linear layers, by the last part of their names, such as ``lm_head`` or ``fc``; ``layers``: the projections of all
+            decoder layers.
+        group: channels that share a scale; None: the largest of 128, 64 and 32 that divides all of these layers.
+
+    Raises:
+        CheckpointError: a source that can't be read, has low precision already, or is not finite.
+        ConfigError: an unknown format or module, a group that doesn't divide a layer, or a folder that is not empty or can't be written.
+    """
+    if code not in ROUNDED:
+        raise ConfigError("format", "one of " + ", ".join(ROUNDED), repr(code))
+    row = ROUNDED[code]
+    source, destination = model_folder(str(model)), user_path("out", str(out))
+    checkpoint = Checkpoint(source)
+    if (packed := next(filter(checkpoint.is_packed, checkpoint.names()), None)) is not None or read_quantisation(source) is not None:
+        raise CheckpointError(checkpoint.key(packed) if packed else str(source), "weights in full precision", "low precision")
+    chosen = _chosen(checkpoint, modules)
+    group = _group(checkpoint, chosen, row, group)
+    config = read_json(source / "config.json", MOST_CONFIG)
+    ignore = [name.removesuffix(".weight") for name in checkpoint.names() if _linear(checkpoint, name) and name not in chosen]
+    # A tied head is a layer without a tensor.
+    ignore += [] if any(name.split(".")[-2:-1] == [_HEAD] for name in chosen) or _HEAD in ignore else [_HEAD]
+    config["quantization_config"] = quantization_config(row, group, ignore)
+    work = _Work(checkpoint, row, group, chosen)
+    with new_folder("out", destination) as folder:
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for file in source.iterdir():
+            if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name not in ("config.json", SIDECAR):
+                shutil.copyfile(file, folder / file.name)
+        try:
+            after = _write(folder, work.tensors())
+        except SafetensorError as error:
+            raise unwritable("out", destination, error) from error
+        found = Checkpoint(folder)
+        assert {name: found.shape(name) for name in found.names()} == {name: checkpoint.shape(name) for name in checkpoint.names()}
+    return Quantised(destination, code, group, len(chosen), work.before, after, math.sqrt(work.changed / (work.all or 1)))
+
+
+def _linear(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a tensor is the weight of a linear layer."""
+    return name.endswith(".weight") and len(checkpoint.shape(name)) == 2 and not name.endswith(f"{_EMBEDDING}.weight")
+
+
+def _chosen(checkpoint: Checkpoint, modules: Sequence[str]) -> set[str]:
+    leaves = {name: name.split(".")[-2] for name in checkpoint.names() if _linear(checkpoint, name)}
+    chosen: set[str] = set()
+    for module in modules:
+        found = {name for name, leaf in leaves.items() if leaf == module or (module == LAYERS and _PROJECTION.fullmatch(leaf))}
+        if not found:
+            raise ConfigError("modules", f"{LAYERS}, or names of linear layers: {', '.join(sorted(set(leaves.values())))}", repr(module))
+        chosen |= found
+    return chosen
+
+
+def _group(checkpoint: Checkpoint, chosen: Iterable[str], row: Rounded, group: int | None) -> int:
+    if row.group is not None and group not in (None, row.group):
+        raise ConfigError("group", f"{row.group or 'none'}, as the format fixes it", group)
+    if row.group == 0:
+        return 0
+    asked = row.group or group
+    if asked is not None and (asked < 8 or asked % 8):
+        raise ConfigError("group", "a multiple of 8", asked)
+    sizes = GROUPS if asked is None else (asked,)
+    odd = [next((name for name in chosen if checkpoint.shape(name)[1] % size), None) for size in sizes]
+    if (last := odd[-1]) is not None:
+        found = asked or "none of " + ", ".join(map(str, GROUPS))
+        raise ConfigError("group", f"a divisor of the {checkpoint.shape(last)[1]} channels of {last}", found)
+    return sizes[odd.index(None)]
+
+
+class _Work:
+    """Rounds tensor by tensor, and adds up what that changes."""
+
+    def __init__(self, checkpoint: Checkpoint, row: Rounded, group: int, chosen: set[str]) -> None:
+        self._checkpoint, self._row, self._group, self._chosen = checkpoint, row, group, chosen
+        self.changed = self.all = 0.0
+        self.before = 0
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """In the order of the source."""
+        for name in self._checkpoint.names():
+            tensor = self._checkpoint.raw(name)
+            self.before += tensor.nbytes
+            if name not in self._chosen:
+                yield name, tensor.contiguous()
+                continue
+            self._checkpoint.check(name, tuple(tensor.shape), FLOATS)
+            packed = self._rounded(name, tensor)
+            for part, value in stored(packed, self._row).items():
+                yield name.removesuffix("weight") + part, value
+
+    def _rounded(self, name: str, tensor: Tensor) -> Packed:
+        if not tensor.isfinite().all():
+            raise CheckpointError(self._checkpoint.key(name), "finite numbers", "infinity or NaN")
+        packed = round_to(tensor, self._row, self._group or tensor.shape[1])
+        numbers = tensor.float()
+        self.all += float(numbers.square().sum())
+        self.changed += float((numbers - dequantise(packed, numbers.dtype)).square().sum())
+        return packed
+
+
+def _write(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """Write one file, or several and their index; returns the bytes of the tensors."""
+    files: list[list[str]] = []
+    part: dict[str, Tensor] = {}
+    total = size = 0
+
+    def save() -> None:
+        files.append(list(part))
+        save_file(part, folder / f"{len(files)}.safetensors", metadata={"format": "pt"})
+        part.clear()
+
+    for name, tensor in tensors:
+        if part and size + tensor.nbytes > SHARD:
+            save()
+            size = 0
+        part[name] = tensor
+        size += tensor.nbytes
+        total += tensor.nbytes
+    save()
+    if len(files) == 1:
+        (folder / "1.safetensors").rename(folder / "model.safetensors")
+        return total
+    places: dict[str, Any] = {}
+    for number, names in enumerate(files, 1):
+        called = f"model-{number:05}-of-{len(files):05}.safetensors"
+        (folder / f"{number}.safetensors").rename(folder / called)
+        places |= dict.fromkeys(names, called)
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return total
+
+
+def from_words(words: Sequence[str]) -> Quantised:
+    """:func:`quantise` with the arguments of the command line: ``model=FOLDER out=FOLDER format=NAME [modules=NAMES] [group=SIZE]``.
+
+    Raises:
+        ConfigError: other arguments.
+    """
+    options = dict(word.split("=", 1) for word in words if "=" in word)
+    known = {"model", "out", "format"}
+    if len(options) != len(words) or not known <= options.keys() <= known | {"modules", "group"}:
+        expected = "model=FOLDER out=FOLDER format=NAME [modules=NAME,NAME] [group=SIZE]"
+        raise ConfigError("convert", expected, " ".join(words))
+    size = options.get("group")
+    if size is not None and not size.isdecimal():
+        raise ConfigError("group", "a multiple of 8", repr(size))
+    modules = options.get("modules", LAYERS).split(",")
+    return quantise(options["model"], options["out"], options["format"], modules, None if size is None else int(size))
