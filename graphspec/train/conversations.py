@@ -129,6 +129,6 @@ def pack(samples: Iterable[Sample], length: int) -> tuple[np.ndarray, np.ndarray
 def split(samples: Sequence[Sample], share: float) -> tuple[list[Sample], list[Sample]]:
     """``(train, held_out)``: about ``share`` of the conversations, spread evenly, are held out; at least one, and at most half."""
     every = max(2, round(1 / share))
-    held_out = [sample for place, sample in enumerate(samples) if place % every == every - 1] or list(samples[-1:])
-    train = [sample for place, sample in enumerate(samples) if place % every != every - 1]
-    return train, held_out
+    apart = set(range(every - 1, len(samples), every)) or {len(samples) - 1}
+    train = [sample for place, sample in enumerate(samples) if place not in apart]
+    return train, [samples[place] for place in sorted(apart)]

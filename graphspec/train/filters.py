@@ -83,7 +83,7 @@ class Known:
 
     def add(self, text: str) -> bool:
         """Whether a text is like none before; then it is known from here on."""
-        words = words_of(text)
+        words = words_of(text) or [text]
         runs = {" ".join(words[i : i + _SHINGLE]) for i in range(max(1, len(words) - _SHINGLE + 1))}
         digests = [hashlib.blake2b(run.encode(), digest_size=4 * _HASHES).digest() for run in sorted(runs)]
         lowest = [min(int.from_bytes(d[4 * i : 4 * i + 4], "little") for d in digests) for i in range(_HASHES)]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..api.llm import LLM
+from ..api.outputs import Output
 from ..config.command_options import LaunchConfig
 from ..config.schema import Config, RuntimeConfig, VariantConfig
 from ..config.train_options import SELF, DataSource, TextConfig
@@ -200,6 +201,7 @@ class Writer:
         """The sensible ones of a piece's questions, which are like none that is known."""
         params = [self._params(piece, number, 1.0, self.config.new_tokens // 4) for number in range(self.size)]
         for output in self.llm.generate([prefix] * self.size, params):
+            _check_served(output)
             special = any(token in self.tokenizer.special_ids for token in output.token_ids[:-1])
             text = output.text.strip()
             if output.finish_reason == "stop" and not special and sensible_prompt(text, self.config.scripts) and known.add(text):
@@ -216,8 +218,10 @@ class Writer:
         heat = [temperatures[number % len(temperatures)] for number in range(len(conversations))]
         params = [self._params(piece, self.size + number, t, self.config.new_tokens) for number, t in enumerate(heat)]
         records = []
-        for output, temperature in zip(self.llm.chat(conversations, params), heat, strict=True):
-            if output.error is None and sensible_answer(output.text, output.token_ids):
+        outputs = self.llm.chat(conversations, params) if conversations else []
+        for output, temperature in zip(outputs, heat, strict=True):
+            _check_served(output)
+            if sensible_answer(output.text, output.token_ids):
                 messages = [*conversations[output.index], {"role": ANSWERS, "content": output.text}]
                 tokens = [*output.prompt_token_ids, *output.token_ids]
                 records.append(
@@ -240,6 +244,11 @@ class Writer:
             if stored.get(key) != value:
                 hint = "another train.work leaves it alone, train.resume=false starts again"
                 raise ConfigError(f"{file}: {key}", value, stored.get(key), hint)
+
+
+def _check_served(output: Output) -> None:
+    if output.error is not None:
+        raise ConfigError("train.data", "conversations that the target can answer", output.error)
 
 
 def _read(file: Path) -> list[dict[str, Any]] | None:
