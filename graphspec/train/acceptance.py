@@ -36,7 +36,11 @@ def held_out_prompts(config: AcceptanceConfig, context: int, stream: np.ndarray,
     """
     if samples:
         prompts = [sample.tokens[: sample.answers[0][0]] for sample in samples]
-        return [prompt for prompt in prompts if prompt and len(prompt) + config.new_tokens <= context][: config.prompts]
+        fitting = [prompt for prompt in prompts if prompt and len(prompt) + config.new_tokens <= context]
+        if not fitting:
+            shortest = min(map(len, prompts))
+            raise ConfigError("train.acceptance.new_tokens", f"at most {context - shortest}, after held-out prompts", config.new_tokens)
+        return fitting[: config.prompts]
     if len(stream) <= config.prompt_length:
         expected = f"less than the held-out text of {len(stream)} tokens"
         raise ConfigError("train.acceptance.prompt_length", expected, config.prompt_length)

@@ -22,7 +22,6 @@ from ..config.command_options import LaunchConfig
 from ..config.paths import check_writable, make_folder
 from ..config.train_options import TrainConfig
 from ..errors import ConfigError
-from ..facts import read_model_facts
 from ..facts.folders import model_folder
 from ..text.tokenizer import Tokenizer
 from .acceptance import held_out_prompts, measure_acceptance
@@ -62,12 +61,9 @@ def run(config: LaunchConfig, watch: Watch = unwatched) -> dict[str, Any]:
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "auto"
     folder = model_folder(config.model.path, config.model.revision)
-    # Before the target is loaded a second time.
-    facts = read_model_facts(folder)
-    gathered = gather(config, folder, facts.vocab_size, work, watch)
     hybrids = network_of(recipe.variant).reads_hybrids
     model = load_target(folder, dtype if dtype == "auto" else getattr(torch, str(dtype)), device, hybrids=hybrids)
-    return record(recipe.variant, _draft(config, recipe, model, folder, documents, gathered, work, out, watch), asdict(train), out)
+    return record(recipe.variant, _draft(config, recipe, model, folder, documents, work, out, watch), asdict(train), out)
 
 
 def record(name: str, figures: dict[str, Any], config: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -122,7 +118,6 @@ def _draft(
     model: PreTrainedModel,
     folder: Path,
     documents: Documents,
-    gathered: list[Gathered],
     work: Path,
     out: Path,
     watch: Watch,
@@ -130,14 +125,19 @@ def _draft(
     train, tokenizer, ends = recipe.train, Tokenizer(folder), model.config.eos_token_id
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else ends[0] if isinstance(ends, list) else ends
     streams = encode(documents, tokenizer, end, model.config.vocab_size, {"model.path": str(folder.resolve())}, work, watch)
+    # The engine that writes loads the target again, and two copies may not fit on the device.
+    device, context = model.device, model.config.max_position_embeddings
+    model.to("cpu")
+    gathered = gather(config, folder, model.config.vocab_size, work, watch)
     held_out = [sample for entry in gathered for sample in entry.held_out]
-    prompts = held_out_prompts(train.acceptance, model.config.max_position_embeddings, streams.held_out, held_out)
+    prompts = held_out_prompts(train.acceptance, context, streams.held_out, held_out)
     lengths = sorted({length for _, _, length in train.schedule_phases})
     chats = [Chats(entry.share, {length: pack(entry.train, length) for length in lengths}) for entry in gathered]
-    texts = Texts(streams.train, generate_text(train.text, text_sets(train), model, streams.train, work, watch), chats)
+    texts = Texts(streams.train, generate_text(config, text_sets(train), context, streams.train, work, watch), chats)
+    model.to(device)
     drafter, figures = train_draft(recipe, model, texts, work, watch)
     export_draft(drafter, model, out, folder)
-    # The measuring engine loads the target again, and two copies may not fit on the device.
+    # So does the engine that measures.
     model.to("cpu")
     most = drafter.most_steps if drafter.most_steps is not None else max((s[0] for s in train.acceptance.shapes), default=0)
     # A network with one head per step drafts chains.

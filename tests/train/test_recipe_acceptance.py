@@ -12,8 +12,9 @@ from graphspec.train.acceptance import conditional_shares, continue_held_out, he
 from graphspec.train.draft import Texts, train_draft
 from graphspec.train.drafter import Target
 from graphspec.train.export import export_draft
-from graphspec.train.generate import continue_text, cut_prompts
+from graphspec.train.generate import cut_prompts
 from graphspec.train.loop import unwatched
+from recipes.continuation import continue_text
 from tests.support.drafts import HYBRID, PARALLEL, SMALL, block_logits, draft_logits, random_text, recipe, round_to_bfloat16, tiny_target
 
 PROMPT, NEW, STEPS = 8, 24, 3
