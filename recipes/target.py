@@ -27,12 +27,12 @@ from graphspec.errors import ConfigError, GraphspecError
 from graphspec.host.progress import progress_bars
 from graphspec.text.tokenizer import Tokenizer
 from graphspec.train import loop
-from graphspec.train.acceptance import check_acceptance, continue_held_out, small_engine
+from graphspec.train.acceptance import continue_held_out, held_out_prompts, small_engine
 from graphspec.train.checkpoint import write_json
 from graphspec.train.drafter import load_target
 from graphspec.train.export import OUT, copy_tokenizer, save_weights
 from graphspec.train.facts import RECURRENT, decoder_facts
-from graphspec.train.generate import repetition
+from graphspec.train.filters import repetition
 from graphspec.train.loop import Watch, unwatched
 from graphspec.train.memory import keep_freed_memory
 from graphspec.train.run import clear, folders, record, set_up
@@ -218,12 +218,12 @@ def run(config: LaunchConfig, made: TargetSettings, watch: Watch = unwatched) ->
     tokenizer = Tokenizer(folder)
     end = tokenizer.special_tokens[END_OF_TEXT]
     streams = encode(documents, tokenizer, end, vocab, {"model.path": None, "target.vocab_size": vocab}, work, watch)
-    check_acceptance(train.acceptance, made.target.max_position_embeddings, streams.held_out)
+    prompts = held_out_prompts(train.acceptance, made.target.max_position_embeddings, streams.held_out)
     model, trained = train_target(train, made, streams, work, device, watch)
     export_target(model, folder, out)
     # Measure the published weights, which are rounded to bfloat16.
     nats, bits = bits_per_byte(load_target(out, torch.float32, device), streams.held_out, streams.facts["held_out_bytes"])
-    outputs = continue_held_out(small_engine(config, str(out), config.variant), train.acceptance, streams.held_out)
+    outputs = continue_held_out(small_engine(config, str(out), config.variant, prompts), train.acceptance, prompts)
     figures = {
         "data": streams.facts,
         "training": trained,

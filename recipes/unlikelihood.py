@@ -19,9 +19,11 @@ from transformers import PreTrainedModel
 from graphspec.config.train_options import TrainConfig
 from graphspec.train import loop
 from graphspec.train.checkpoint import write_array
-from graphspec.train.generate import continue_text, cut_prompts, repetition
+from graphspec.train.filters import repetition
+from graphspec.train.generate import cut_prompts
 from graphspec.train.loop import Job, Watch
 
+from .continuation import continue_text
 from .settings import UnlikelihoodConfig
 
 NAME = "unlikelihood"

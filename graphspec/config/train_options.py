@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from .checks import INT32_MOST, INT64_MOST, brief, check, check_fields, in_range, one_of
+from .checks import INT32_MOST, INT64_MOST, brief, check, check_fields, in_range, one_of, path, real
 from .schema import LEAST, MOST, SEEDS
 
 DTYPES = ("float32", "bfloat16")
@@ -18,6 +19,44 @@ MOST_WARM_UP = 40
 """Default steps of the warm-up, at most a tenth of the schedule."""
 LONGEST = 2**20
 """Longest sequence that is accepted."""
+
+
+SELF = "self"
+"""The entry of ``train.data`` that is no file: conversations written by the target alone."""
+CONVERSATIONS = ".jsonl"
+"""How the names of files of conversations end."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataSource:
+    """An entry of ``train.data``: ``path``, which may be :data:`SELF`, and its share of each batch; None: an equal part of the rest."""
+
+    path: str
+    share: float | None = None
+
+    @property
+    def is_text(self) -> bool:
+        """It is a text file, or a folder of them."""
+        return self.path != SELF and not self.path.endswith(CONVERSATIONS)
+
+
+def read_sources(value: object) -> list[DataSource]:
+    """The entries of ``train.data``, which may be one entry alone.
+
+    Raises:
+        ConfigError: an entry of another kind, a share that is none, or shares that are more than 1 together.
+    """
+    key, found = "train.data", []
+    for place, entry in enumerate(value if isinstance(value, list | tuple) else [value]):
+        where = f"{key}[{place}]"
+        given = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
+        check(where, {"path"} <= set(given) <= {"path", "share"}, "a path, or {path: ..., share: ...}", brief(entry))
+        share = None if given.get("share") is None else real(f"{where}.share", given["share"])
+        check(f"{where}.share", share is None or 0 < share <= 1, "a share above 0, at most 1", share)
+        found.append(DataSource(path(where, given["path"]), share))
+    total = sum(source.share or 0.0 for source in found)
+    check(key, total <= 1 + 1e-9, "shares of at most 1 together", total)
+    return found
 
 
 def _triples(key: str, rows: list[list[int]], names: str) -> None:
@@ -36,10 +75,22 @@ class TextConfig:
     """Shortest and longest prompt, in tokens of the data."""
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0, 0.0, 0.8])
     """Batches use these in turn; 0 is greedy. A draft has to predict both low-entropy greedy text and varied sampled text."""
+    tokens: int | None = None
+    """Tokens of the conversations that the target writes alone (``train.data=self``), prompts included; null: a third of the tokens of
+    theirs that are trained on. More of them may be asked for later: those that are there stay."""
+    new_tokens: int = 384
+    """Most tokens of an answer of the target; the longest prompt that it writes for itself has a quarter."""
+    scripts: list[str] = field(default_factory=lambda: ["LATIN"])
+    """Writing systems of the prompts that the target writes for itself, by Unicode's names (LATIN, CYRILLIC, HIRAGANA, CJK); empty: any."""
+    batch: int = 32
+    """Requests that the target answers at once."""
     seed: int = 1
 
     def __post_init__(self) -> None:
         check_fields(self, "train.text")
+        in_range("train.text.tokens", self.tokens, 1, INT64_MOST)
+        in_range("train.text.new_tokens", self.new_tokens, 4, LONGEST)
+        in_range("train.text.batch", self.batch, 1, 4096)
         fine = len(self.prompt) == 2 and 1 <= self.prompt[0] <= self.prompt[1] <= LONGEST
         check("train.text.prompt", fine, "[shortest, longest], both at least 1", brief(self.prompt))
         in_range("train.text.seed", self.seed, 0, INT32_MOST)
@@ -89,10 +140,12 @@ class AcceptanceConfig:
 class TrainConfig:
     """Options of ``graphspec train``. The group's choices are presets, one for each variant that is trained."""
 
-    data: list[str] = field(default_factory=list)
-    """Text files, or folders of them."""
+    data: Any = field(default_factory=list)
+    """What is trained on, one entry or several: ``self``: conversations that the target writes alone; a ``.jsonl`` file of conversations
+    (``messages``) or of prompts that the target answers (``prompt``); text files, or folders of them. An entry may be
+    ``{path: ..., share: ...}``: its share of each batch."""
     held_out: list[str] = field(default_factory=list)
-    """Text that is never trained on; empty: ``held_out_share`` of ``data``, in whole files."""
+    """Text that is never trained on; empty: ``held_out_share`` of ``data``, in whole files and whole conversations."""
     held_out_share: float = 0.05
     out: str | None = None
     """Folder of the finished checkpoint."""
@@ -149,7 +202,9 @@ class TrainConfig:
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
 
     def __post_init__(self) -> None:
-        check_fields(self, "train", paths=("data", "held_out", "out", "work"))
+        check_fields(self, "train", paths=("held_out", "out", "work"))
+        self.data = list(self.data) if isinstance(self.data, list | tuple) else [self.data]
+        read_sources(self.data)
         for group in (self.text, self.acceptance):
             group.__post_init__()
         check("train.held_out_share", 0 < self.held_out_share < 0.5, "a share above 0, below 0.5", self.held_out_share)
@@ -181,6 +236,27 @@ class TrainConfig:
         check("train.restarts", inside, f"ascending steps between 0 and {total}", brief(self.restarts))
         in_range("train.cooldown", self.cooldown, 0, INT32_MOST)
         in_range("train.warmup", self.warmup, 0, max(self.periods()))
+
+    @property
+    def sources(self) -> list[DataSource]:
+        """The entries of ``data``."""
+        return read_sources(self.data)
+
+    def shares(self) -> dict[str, float]:
+        """The share of a batch of each entry of ``data`` that is conversations, by its path. All texts together are one entry."""
+        sources = self.sources
+        texts = [source for source in sources if source.is_text]
+        stated = [source.share for source in texts if source.share is not None]
+        parts = {source.path: source.share for source in sources if not source.is_text}
+        whole = parts | ({"": sum(stated) if stated else None} if texts else {})
+        left = 1.0 - sum(share or 0.0 for share in whole.values())
+        equal = left / max(1, sum(share is None for share in whole.values()))
+        return {name: equal if share is None else share for name, share in parts.items()}
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens that are trained on, each as often as it is read."""
+        return sum(steps * batch * length for steps, batch, length in self.schedule_phases)
 
     @property
     def schedule_phases(self) -> list[list[int]]:

@@ -57,20 +57,36 @@ def draft_folder(config: Config, variant: Variant, target: Path) -> Path:
     draft = config.variant.draft
     if draft is not None:
         return _existing("variant.draft", checkpoint_folder("variant.draft", draft, config.variant.draft_revision))
-    own = shipped_drafts(config.model.path, target)
-    if variant.demo_draft in own:
-        return target.parent / variant.demo_draft
+    if (shipped := shipped_draft(config.model.path, target, variant)) is not None:
+        return shipped
     if variant.draft_in_target:
         return target
+    own = shipped_drafts(config.model.path, target)
     hint = f"{config.model.path} comes with drafts for variant={', '.join(own)}" if own else ""
     raise ConfigError("variant.draft", f"the folder of a draft checkpoint for {config.model.path}", "no value", hint)
 
 
+def shipped_draft(path: str, target: Path, variant: Variant) -> Path | None:
+    """Folder of the draft of this variant that the package has for a model, ``path`` and ``target`` as given to and by
+    :func:`model_folder`; None: it has none.
+    """
+    names = shipped_drafts(path, target)
+    if path in SHIPPED:
+        return target.parent / variant.demo_draft if variant.demo_draft in names else None
+    return _heads(path)[variant.name] if variant.name in names else None
+
+
 def shipped_drafts(path: str, target: Path) -> list[str]:
-    """Names of the drafts next to a shipped model, ``path`` and ``target`` as given to and by :func:`model_folder`; elsewhere none."""
+    """Names of the drafts that the package has for a model, ``path`` and ``target`` as for :func:`shipped_draft`."""
     if path not in SHIPPED:
-        return []
+        return sorted(name for name, folder in _heads(path).items() if (folder / "config.json").is_file())
     return sorted(file.parent.name for file in target.parent.glob("*/config.json") if file.parent != target)
+
+
+def _heads(path: str) -> dict[str, Path]:
+    """Folders of drafts for a published model, by variant, whether it goes by its short name or by that on the Hub."""
+    rows = [row for name, row in published().items() if path in (name, row.hub)]
+    return {variant: Path(str(files("graphspec"))) / folder for row in rows for variant, folder in row.drafts.items()}
 
 
 def _existing(key: str, folder: Path) -> Path:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
 from importlib.resources import files
@@ -30,6 +30,7 @@ class Published:
         sha256: of its wheel.
         file: the GGUF file in it.
         megabytes: of the wheel.
+        drafts: folders of the package with drafts for it, by variant.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Published:
     sha256: str
     file: str
     megabytes: int
+    drafts: dict[str, str] = field(default_factory=dict)
 
     @property
     def requirement(self) -> str:

@@ -16,66 +16,69 @@ import numpy as np
 from ..api.llm import LLM
 from ..api.outputs import Output
 from ..config.command_options import LaunchConfig
-from ..config.schema import Config, RuntimeConfig, VariantConfig
+from ..config.schema import VariantConfig
 from ..config.train_options import AcceptanceConfig
-from ..engine.device import resolve_device
 from ..engine.request import SamplingParams
 from ..errors import ConfigError, ResourceError
-from ..host.native_build import compiler_on_path
-from .generate import cut_prompts, repetition
+from .conversations import Sample
+from .filters import repetition
+from .generate import cut_prompts
 from .loop import Watch
-
-NATIVE_PAYS = 4096
-"""Number of tokens above which native programs on a CPU save more time than building them takes."""
+from .written import engine_for
 
 
-def check_acceptance(config: AcceptanceConfig, context: int, stream: np.ndarray) -> None:
-    """Check, before anything is trained, that acceptance can be measured.
+def held_out_prompts(config: AcceptanceConfig, context: int, stream: np.ndarray, samples: Sequence[Sample] = ()) -> list[list[int]]:
+    """Prompts of held-out text, before anything is trained: of the conversations, where there are any, up to the first answer of each;
+    else cut from ``stream``.
 
     Raises:
         ConfigError: the held-out text is shorter than a prompt, or the target's context is shorter than prompt and continuation.
     """
+    if samples:
+        prompts = [sample.tokens[: sample.answers[0][0]] for sample in samples]
+        fitting = [prompt for prompt in prompts if prompt and len(prompt) + config.new_tokens <= context]
+        if not fitting:
+            shortest = min(map(len, prompts))
+            raise ConfigError("train.acceptance.new_tokens", f"at most {context - shortest}, after held-out prompts", config.new_tokens)
+        return fitting[: config.prompts]
     if len(stream) <= config.prompt_length:
         expected = f"less than the held-out text of {len(stream)} tokens"
         raise ConfigError("train.acceptance.prompt_length", expected, config.prompt_length)
     if config.prompt_length + config.new_tokens > context:
         expected = f"at most {context - config.prompt_length}, the rest of the target's context"
         raise ConfigError("train.acceptance.new_tokens", expected, config.new_tokens)
+    return [list(map(int, prompt)) for prompt in cut_prompts(stream, config.prompts, config.prompt_length, config.seed)]
 
 
-def small_engine(config: LaunchConfig, target: str, variant: VariantConfig) -> LLM:
-    """An engine with the checkpoint ``target`` for one batch of the prompts: native on a CPU for many tokens, else eager."""
+def small_engine(config: LaunchConfig, target: str, variant: VariantConfig, prompts: Sequence[list[int]]) -> LLM:
+    """An engine with the checkpoint ``target`` for a batch of these prompts."""
     measured = config.train.acceptance
-    model = replace(config.model, path=target, max_context=measured.prompt_length + measured.new_tokens)
-    on_cpu = resolve_device(config.hardware.device) == "cpu"
-    native = on_cpu and compiler_on_path() is not None and measured.prompts * measured.new_tokens >= NATIVE_PAYS
-    runtime = RuntimeConfig(name="compiled" if native else "eager", max_rows=measured.batch, buckets=[measured.batch])
-    return LLM.from_config(Config(variant=variant, model=model, runtime=runtime, hardware=config.hardware))
+    context, tokens = max(map(len, prompts)) + measured.new_tokens, len(prompts) * measured.new_tokens
+    return engine_for(config, target, variant, rows=measured.batch, context=context, tokens=tokens)
 
 
-def continue_held_out(llm: LLM, config: AcceptanceConfig, stream: np.ndarray, temperature: float = 0.0) -> list[Output]:
-    """Continuations of prompts cut from ``stream``, each with a different seed.
+def continue_held_out(llm: LLM, config: AcceptanceConfig, prompts: Sequence[list[int]], temperature: float = 0.0) -> list[Output]:
+    """Continuations of prompts, each with a different seed.
 
     Raises:
         ResourceError: a request failed.
     """
-    prompts = cut_prompts(stream, config.prompts, config.prompt_length, config.seed).tolist()
     seeds = range(config.seed, config.seed + len(prompts))
     params = [SamplingParams(max_tokens=config.new_tokens, temperature=temperature, seed=seed).resolve() for seed in seeds]
-    outputs = llm.generate(prompts, params)
+    outputs = llm.generate(list(prompts), params)
     for output in outputs:
         if output.error is not None:
             raise ResourceError(f"held-out prompt {output.index}", "a continuation", output.error)
     return outputs
 
 
-def measure_acceptance(config: LaunchConfig, shapes: Sequence[Sequence[int]], stream: np.ndarray, watch: Watch) -> dict[str, Any]:
+def measure_acceptance(config: LaunchConfig, shapes: Sequence[Sequence[int]], prompts: Sequence[list[int]], watch: Watch) -> dict[str, Any]:
     """Figures of the draft in ``train.out`` for every shape: greedy, and under ``sampled`` at ``train.acceptance.temperature``.
 
     Args:
         config: of the run that wrote the draft.
         shapes: ``[S, K, N]`` of each.
-        stream: the held-out text in the target's ids.
+        prompts: of held-out text, in the target's ids.
         watch: called after each shape.
     """
     measured = config.train.acceptance
@@ -84,9 +87,9 @@ def measure_acceptance(config: LaunchConfig, shapes: Sequence[Sequence[int]], st
     for done, (steps, topk, nodes) in enumerate(shapes):
         watch("acceptance", done, len(shapes))
         variant = replace(config.variant, draft=config.train.out, draft_noise="none", num_steps=steps, topk=topk, num_draft_tokens=nodes)
-        llm = small_engine(config, config.model.path, variant)
+        llm = small_engine(config, config.model.path, variant, prompts)
         for temperature, found in zip(temperatures, figures, strict=True):
-            outputs = continue_held_out(llm, measured, stream, temperature)
+            outputs = continue_held_out(llm, measured, prompts, temperature)
             found["repeated_16_grams"] = round(repetition([output.token_ids for output in outputs]), 4)
             assert llm.metrics is not None, "requests were served"
             found["shapes"].append(
@@ -100,7 +103,7 @@ def measure_acceptance(config: LaunchConfig, shapes: Sequence[Sequence[int]], st
                 }
             )
     watch("acceptance", len(shapes), len(shapes))
-    settings = {"prompts": measured.prompts, "prompt_tokens": measured.prompt_length, "new_tokens": measured.new_tokens}
+    settings = {"prompts": len(prompts), "prompt_tokens": max(map(len, prompts)), "new_tokens": measured.new_tokens}
     greedy, *sampled = figures
     return settings | greedy | ({"sampled": {"temperature": measured.temperature} | sampled[0]} if sampled else {})
 

@@ -8,6 +8,7 @@ network that drafts all depths in one pass has no such states: its blocks begin 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,8 @@ class Recipe:
             raise ConfigError("train.sequence_length", f"sequences longer than train.unroll + 1 = {config.unroll + 1}", shortest)
         written = {length for _, _, length in config.text.sets or []}
         missing = [length for _, _, length in config.schedule_phases if length not in written]
-        if written and missing and config.raw_share < 1:
+        without_text = config.sources and not any(source.is_text for source in config.sources)
+        if written and missing and config.raw_share < 1 and not without_text:
             raise ConfigError("train.text.sets", f"a set of sequences of {missing[0]} tokens, as the schedule has", sorted(written))
         fixed = self.network().steps
         if fixed is not None and config.unroll != fixed[1]:
@@ -80,6 +82,16 @@ class Recipe:
 
 
 @dataclass(frozen=True)
+class Chats:
+    """An entry of ``train.data`` that is conversations: its share of each batch, and its sequences by length, see
+    :func:`graphspec.train.conversations.pack`.
+    """
+
+    share: float
+    rows: dict[int, tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True)
 class Texts:
     """The texts that drafts are trained on."""
 
@@ -87,9 +99,22 @@ class Texts:
     """``[tokens]``: the training text."""
     written: dict[int, np.ndarray]
     """By length ``[sequences, length]``: text written by the target."""
+    chats: Sequence[Chats] = ()
+    """Conversations; what their shares leave of a batch is text."""
+
+    @property
+    def text_share(self) -> float:
+        """The share of a batch that is text, at least 0."""
+        rest = 1.0 - sum(chats.share for chats in self.chats)
+        return rest if rest > 1e-9 else 0.0
+
+    def answered(self) -> np.ndarray:
+        """``[tokens]``: the tokens of the answers, once for each length of sequences."""
+        answers = [tokens[marks] for chats in self.chats for tokens, marks in chats.rows.values()]
+        return np.concatenate(answers) if answers else np.empty(0, dtype=np.int32)
 
     def counts(self, vocab_size: int) -> Tensor:
-        """``[V]`` int64: occurrences of each id, both kinds of text with equal weight, whatever their lengths.
+        """``[V]`` int64: occurrences of each id, all kinds of text with equal weight, whatever their lengths.
 
         A draft has to predict text that the target writes; the training text provides counts of rare tokens.
         """
@@ -97,20 +122,37 @@ class Texts:
         if self.written:
             ids = np.concatenate([tokens.ravel() for tokens in self.written.values()])
             total = total + np.bincount(ids, minlength=vocab_size) / len(ids)
+        if len(ids := self.answered()):
+            total = total + np.bincount(ids, minlength=vocab_size) / len(ids)
         return torch.from_numpy(np.rint(total * 1e9).astype(np.int64))
 
-    def batch(self, count: int, length: int, raw_share: float, seed: int) -> Tensor:
-        """``[count, length]`` int64: raw windows first, then generated sequences; determined by ``seed``."""
+    def batch(self, count: int, length: int, raw_share: float, seed: int) -> tuple[Tensor, Tensor | None]:
+        """Sequences ``[count, length]`` int64, and whether the token after each counts, bool ``[count, length]``, None: all do.
+
+        Raw windows come first, then sequences written by the target, then conversations; determined by ``seed``.
+        """
         generator = np.random.default_rng(seed)
-        raw = round(count * raw_share)
+        shares = [self.text_share, *(chats.share for chats in self.chats)]
+        texts, *chosen = generator.multinomial(count, shares) if self.chats else [count]
+        raw = round(texts * raw_share)
         starts = generator.integers(0, max(1, len(self.stream) - length), raw)
         parts = [self.stream[start : start + length] for start in starts]
-        if raw < count:
-            parts += list(self.written[length][generator.integers(0, len(self.written[length]), count - raw)])
-        return torch.from_numpy(np.stack(parts).astype(np.int64))
+        if raw < texts:
+            parts += list(self.written[length][generator.integers(0, len(self.written[length]), texts - raw)])
+        counted = [np.ones(length, dtype=bool)] * texts
+        for chats, number in zip(self.chats, chosen, strict=True):
+            tokens_NL, marks_NL = chats.rows[length]
+            for row in generator.integers(0, len(tokens_NL), number):
+                parts.append(tokens_NL[row])
+                # The mark of a token stands at the one that predicts it.
+                counted.append(np.append(marks_NL[row, 1:], False))
+        tokens = torch.from_numpy(np.stack(parts).astype(np.int64))
+        return tokens, torch.from_numpy(np.stack(counted)) if self.chats else None
 
     def check(self, config: TrainConfig) -> None:
         """Raises ConfigError unless there is text for every phase."""
+        if self.text_share == 0.0:
+            return
         for _, _, length in config.schedule_phases:
             if config.raw_share < 1.0 and length not in self.written:
                 raise ConfigError("train.text.sets", f"a set of sequences of {length} tokens, as the schedule has", sorted(self.written))
@@ -118,35 +160,76 @@ class Texts:
                 raise ConfigError("train.data", f"more than {length} training tokens", len(self.stream))
 
 
+class SoftCrossEntropy(torch.autograd.Function):
+    """``-(soft * log_softmax(logits)).sum(-1)`` of float32 rows ``[M, V]``: ``[M]``, for targets that sum to 1 and have no gradient.
+
+    Its gradient is made in the forward pass, in place of the logarithms: a vocabulary wide, every pass over memory that is saved counts.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_MV: Tensor, soft_MV: Tensor) -> Tensor:
+        log_MV = logits_MV.log_softmax(-1)
+        loss_M = -torch.linalg.vecdot(soft_MV, log_MV)
+        ctx.save_for_backward(log_MV.exp_().sub_(soft_MV))
+        return loss_M
+
+    @staticmethod
+    def backward(ctx: Any, grad_M: Tensor) -> tuple[Tensor, None]:
+        (gradient_MV,) = ctx.saved_tensors
+        return gradient_MV * grad_M[:, None], None
+
+
+def soft_cross_entropy(logits_MV: Tensor, soft_MV: Tensor) -> Tensor:
+    """See :class:`SoftCrossEntropy`."""
+    loss_M: Tensor = SoftCrossEntropy.apply(logits_MV, soft_MV)  # type: ignore[no-untyped-call]
+    return loss_M
+
+
+def soft_targets(logits_MV: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the target's logits ``[M, V]``: its distribution over the drafted ids, float32 ``[M, Vd]``; the most likely of these, ``[M]``; and
+    whether no other id is more likely, bool ``[M]``.
+    """
+    drafted_MV = logits_MV if ids is None else logits_MV[:, ids]
+    hard_M = drafted_MV.argmax(-1)
+    best_M = drafted_MV.gather(-1, hard_M[:, None])[:, 0]
+    # On a CPU the maximum of a row is found many times faster than its place.
+    return drafted_MV.float().softmax(-1), hard_M, best_M >= logits_MV.amax(-1)
+
+
 def draft_losses(
-    drafter: Drafter, features_BTF: Tensor, logits_BTV: Tensor, tokens_BT: Tensor, row_A: Tensor, unroll: int, feature_weight: float = 0.0
+    drafter: Drafter,
+    features_BTF: Tensor,
+    logits_BTV: Tensor,
+    tokens_BT: Tensor,
+    row_A: Tensor,
+    unroll: int,
+    feature_weight: float = 0.0,
+    counted_BT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Loss and top-1 agreement with the target at every drafted depth, each ``[unroll]``, over the drafting rows ``row_A``.
 
-    Rows whose argmax is not in the draft vocabulary have no cross-entropy and count as misses.
+    Rows whose most likely id is not in the draft vocabulary have no cross-entropy and count as misses. ``counted_BT``: the positions whose
+    predictions count; None: all.
     """
-    ids = drafter.target_ids()
-    hard_BT = logits_BTV.argmax(-1)
-    if ids is None:
-        soft_BTv = logits_BTV.float().softmax(-1)
-    else:
-        soft_BTv = logits_BTV[..., ids].float().softmax(-1)
-        to_draft_V = torch.full((logits_BTV.shape[-1],), -1, device=ids.device).scatter(0, ids, torch.arange(len(ids), device=ids.device))
-        hard_BT = to_draft_V[hard_BT]
+    if counted_BT is None:
+        counted_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
+    # What does not count is left out before anything as wide as a vocabulary is computed.
+    place_BT = (counted_BT.flatten().cumsum(0) - 1).view_as(counted_BT)
+    soft_MV, hard_M, inside_M = soft_targets(logits_BTV[counted_BT], drafter.target_ids())
     losses, hits = [], []
-    for k, hidden in enumerate(drafter.drafts(features_BTF, tokens_BT, unroll, row_A)):
+    for k, hidden_BAH in enumerate(drafter.drafts(features_BTF, tokens_BT, unroll, row_A)):
         seen = 1 + k + row_A
-        logits = drafter.logits(hidden).float()
-        soft, hard = soft_BTv[:, seen], hard_BT[:, seen]
-        inside = hard >= 0
-        cross_entropy = logits.logsumexp(-1) - (soft * logits).sum(-1)
-        loss = (cross_entropy * inside).sum() / inside.sum().clamp(min=1)
+        here_BA = counted_BT[:, seen]
+        place_N, hidden_NH = place_BT[:, seen][here_BA], hidden_BAH[here_BA]
+        logits_NV, inside_N = drafter.logits(hidden_NH).float(), inside_M[place_N]
+        cross_entropy_N = soft_cross_entropy(logits_NV, soft_MV[place_N])
+        loss = (cross_entropy_N * inside_N).sum() / inside_N.sum().clamp(min=1)
         if feature_weight:
-            loss = loss + feature_weight * F.smooth_l1_loss(hidden.float(), features_BTF[:, seen].float())
+            distance = F.smooth_l1_loss(hidden_NH.float(), features_BTF[:, seen][here_BA].float(), reduction="sum")
+            loss = loss + feature_weight * distance / max(1, hidden_NH.numel())
         losses.append(loss)
-        # On a CPU an argmax per row is slower than the row's maximum and one look-up.
-        top = logits.gather(-1, hard.clamp(min=0)[..., None])[..., 0] >= logits.amax(-1)
-        hits.append((top & inside).float().mean())
+        top_N = logits_NV.detach().gather(-1, hard_M[place_N][:, None])[:, 0] >= logits_NV.detach().amax(-1)
+        hits.append((top_N & inside_N).float().sum() / max(1, len(top_N)))
     return torch.stack(losses), torch.stack(hits)
 
 
@@ -166,18 +249,24 @@ def train_draft(
     target, device = Target(model), next(model.parameters()).device
     torch.manual_seed(config.seed)
     drafter = network_of(recipe.variant).build(model, recipe.network(), texts.counts(model.config.vocab_size)).to(device)
+    if config.dtype == "bfloat16":
+        target.store_products(torch.bfloat16)
     eager = target.view, draft_losses
     compiled = torch.compile(target.view, dynamic=False), torch.compile(draft_losses, dynamic=False)
     worth = {(batch, length) for steps, batch, length in config.schedule_phases if config.compile and steps >= COMPILE_PAYS}
     weights = config.decay ** torch.arange(config.unroll, device=device)
 
     def loss(step: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
-        tokens_BT = texts.batch(batch, length, config.raw_share, config.seed * 1_000_003 + step).to(device)
+        tokens_BT, counted_BT = texts.batch(batch, length, config.raw_share, config.seed * 1_000_003 + step)
+        tokens_BT, counted_BT = tokens_BT.to(device), None if counted_BT is None else counted_BT.to(device)
         view, losses_of = compiled if (batch, length) in worth else eager
         with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
             features, logits = view(tokens_BT, drafter.tap_layers)
             row_A = drafter.anchors(length - config.unroll, step).to(device)
-            losses, hits = losses_of(drafter, features, logits, tokens_BT, row_A, config.unroll, config.feature_weight)
+            if counted_BT is not None:
+                # How many tokens count differs from step to step: that is no static program.
+                losses_of = draft_losses
+            losses, hits = losses_of(drafter, features, logits, tokens_BT, row_A, config.unroll, config.feature_weight, counted_BT)
             return (losses * weights).sum(), torch.stack((losses.detach(), hits))
 
     def describe(means: Tensor) -> dict[str, Any]:
@@ -194,12 +283,14 @@ def train_draft(
         "seconds": round(trained.seconds),
         "parameters": sum(p.numel() for p in drafter.parameters()),
         "sequences": {str(length): len(tokens) for length, tokens in texts.written.items()},
+        "conversations": [{str(length): len(rows) for length, (rows, _) in chats.rows.items()} for chats in texts.chats],
         "loss_by_depth": trained.figures["loss"],
         "agreement_by_depth": trained.figures["agreement"],
     }
     ids = drafter.target_ids()
     if ids is not None:
-        drafted = np.concatenate([tokens.ravel() for tokens in texts.written.values()]) if texts.written else texts.stream
+        written = [tokens.ravel() for tokens in texts.written.values()] + ([texts.answered()] if texts.chats else [])
+        drafted = np.concatenate(written) if written else texts.stream
         figures["draft_vocab_size"] = len(ids)
         figures["draft_vocab_coverage"] = round(float(np.isin(drafted, ids.cpu().numpy()).mean()), 4)
     return drafter.eval(), figures

@@ -232,6 +232,12 @@ class Target:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.requires_grad_(False).eval()
 
+    def store_products(self, dtype: torch.dtype) -> None:
+        """Keep the matrices in the dtype in which autocast multiplies, which it would otherwise make of them in each step."""
+        for module in self.model.modules():
+            if isinstance(module, nn.Linear):
+                module.weight = nn.Parameter(module.weight.to(dtype), requires_grad=False)
+
     @torch.no_grad()
     def view(self, tokens_BT: Tensor, tap_layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """``(features [B, T, F], logits [B, T, V])``: tapped layers' inputs side by side, or without taps the final hidden state.

@@ -3,57 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
+from ..api.llm import LLM
+from ..config.command_options import LaunchConfig
+from ..config.schema import VariantConfig
 from ..config.train_options import TextConfig, TrainConfig
+from ..engine.request import SamplingParams
 from ..errors import ConfigError
 from .checkpoint import write_array, write_json
-from .facts import RECURRENT
 from .loop import Watch, unwatched
+from .written import REUSE, engine_for
 
-REUSE = 3
-"""How often a draft reads each token that its target wrote, which determines the default amount of text."""
 SEQUENCES = 128
 """Default of the most sequences that are written at once."""
-
-
-class PreallocatedLayer(DynamicLayer):
-    """A cache layer of fixed capacity that returns views, so that a generated token does not copy the whole cache."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__()
-        self.capacity, self.length = capacity, 0
-        self.is_initialized = False
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values ``[B, G, T, D]``; returns all up to and including them."""
-        if not self.is_initialized:
-            batch, heads, _, dim = key_states.shape
-            self.keys = key_states.new_empty(batch, heads, self.capacity, dim)
-            self.values = torch.empty_like(self.keys)
-            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-        begin, self.length = self.length, self.length + key_states.shape[-2]
-        self.keys[:, :, begin : self.length] = key_states
-        self.values[:, :, begin : self.length] = value_states
-        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-
-def preallocated_cache(model: PreTrainedModel, capacity: int) -> Cache:
-    """A cache for ``capacity`` tokens; recurrent layers have a state of fixed size instead."""
-    kinds = getattr(model.config, "layer_types", None) or [None] * model.config.num_hidden_layers
-    return Cache(layers=[LinearAttentionLayer() if kind == RECURRENT else PreallocatedLayer(capacity) for kind in kinds])
 
 
 def cut_prompts(stream: np.ndarray, count: int, length: int, seed: int) -> torch.Tensor:
@@ -68,36 +35,11 @@ def cut_prompts(stream: np.ndarray, count: int, length: int, seed: int) -> torch
     return torch.from_numpy(np.stack([stream[s : s + length] for s in starts]).astype(np.int64))
 
 
-@torch.inference_mode()
-def continue_text(model: PreTrainedModel, prompt_BL: torch.Tensor, length: int, temperature: float, seed: int) -> torch.Tensor:
-    """Continue prompts of equal length to ``length`` tokens: ``[B, length]`` int64 on the CPU, prompt included.
-
-    An end-of-text token does not stop a row: it is followed by the beginning of another document, as in the training stream.
-    """
-    model.eval()
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
-    prompt_BL = prompt_BL.to(device)
-    cache = preallocated_cache(model, length)
-    out_BT = torch.empty(len(prompt_BL), length, dtype=torch.int64, device=device)
-    begin = prompt_BL.shape[1]
-    out_BT[:, :begin] = prompt_BL
-    step_BT = prompt_BL
-    for position in range(begin, length):
-        logits_BV = model(step_BT, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-        if temperature == 0.0:
-            step_BT = logits_BV.argmax(-1, keepdim=True)
-        else:
-            step_BT = torch.multinomial(torch.softmax(logits_BV.float() / temperature, -1), 1, generator=generator)
-        out_BT[:, position] = step_BT[:, 0]
-    return out_BT.cpu()
-
-
 def text_sets(config: TrainConfig) -> list[list[int]]:
     """``train.text.sets``, or sets derived from the schedule: ``[batches, sequences, length]`` for each of its lengths."""
     if config.text.sets is not None:
         return config.text.sets
-    if config.raw_share == 1.0:
+    if config.raw_share == 1.0 or not any(source.is_text for source in config.sources):
         return []
     rows: dict[int, int] = {}
     for steps, batch, length in config.schedule_phases:
@@ -116,44 +58,63 @@ def text_file(work: Path, length: int) -> Path:
 
 
 def generate_text(
-    config: TextConfig, sets: list[list[int]], model: PreTrainedModel, train: np.ndarray, work: Path, watch: Watch = unwatched
+    config: LaunchConfig, sets: list[list[int]], context: int, train: np.ndarray, work: Path, watch: Watch = unwatched
 ) -> dict[int, np.ndarray]:
     """Write every set to its :func:`text_file`, int32 ``[sequences, length]``, resuming after the last batch; returns them by length.
+
+    An end of text does not stop a sequence: it is followed by the beginning of another document, as in the training stream.
+
+    Args:
+        config: of the run.
+        sets: ``[batches, sequences, length]``.
+        context: the longest that the target can read.
+        train: the training stream, from which prompts are cut.
+        work: folder of the files.
+        watch: called with progress.
 
     Raises:
         ConfigError: too little text for a prompt, a length beyond the target's context, or text with other settings in ``work``.
     """
-    parts = work / "text_parts"
+    text, parts = config.train.text, work / "text_parts"
     parts.mkdir(exist_ok=True)
     for _, _, length in sets:
-        if length > model.config.max_position_embeddings:
-            raise ConfigError("train.text.sets", f"lengths within the target's context of {model.config.max_position_embeddings}", length)
-        if length <= config.prompt[1]:
-            raise ConfigError("train.text.prompt", f"prompts shorter than the sequences of {length} tokens", config.prompt)
+        if length > context:
+            raise ConfigError("train.text.sets", f"lengths within the target's context of {context}", length)
+        if length <= text.prompt[1]:
+            raise ConfigError("train.text.prompt", f"prompts shorter than the sequences of {length} tokens", text.prompt)
     for batches, batch, length in sets:
-        settings = {
-            "batches": batches,
-            "sequences": batch,
-            "prompt": config.prompt,
-            "temperatures": config.temperatures,
-            "seed": config.seed,
-        }
+        settings = {"batches": batches, "sequences": batch, "prompt": text.prompt, "temperatures": text.temperatures, "seed": text.seed}
         _check_text(work / f"text_{length}.json", settings)
         if text_file(work, length).exists():
             continue
         files = [parts / f"{length}_{index:03d}.npy" for index in range(batches)]
+        llm: LLM | None = None
         for index, file in enumerate(files):
             watch(f"text of {length} tokens", index, batches)
             if file.exists():
                 continue
-            seed = config.seed * 1_000_003 + length * 1009 + index
-            temperature = config.temperatures[index % len(config.temperatures)]
-            prompt_length = int(np.random.default_rng(seed).integers(config.prompt[0], config.prompt[1] + 1))
-            tokens = continue_text(model, cut_prompts(train, batch, prompt_length, seed), length, temperature, seed)
-            write_array(file, tokens.numpy().astype(np.int32))
+            if llm is None:
+                rows, size = min(batch, text.batch), batches * batch * length
+                llm = engine_for(config, config.model.path, VariantConfig(name="none"), rows=rows, context=length, tokens=size)
+            write_array(file, _continued(llm, text, train, batch, length, index))
+        if llm is not None:
+            llm.close()
         watch(f"text of {length} tokens", batches, batches)
         write_array(text_file(work, length), np.concatenate([np.load(file) for file in files]))
     return {length: np.load(text_file(work, length)) for _, _, length in sets}
+
+
+def _continued(llm: LLM, text: TextConfig, train: np.ndarray, batch: int, length: int, index: int) -> np.ndarray:
+    """Batch ``index`` of a set: int32 ``[batch, length]``, prompts included."""
+    seed = text.seed * 1_000_003 + length * 1009 + index
+    temperature = text.temperatures[index % len(text.temperatures)]
+    prompt = int(np.random.default_rng(seed).integers(text.prompt[0], text.prompt[1] + 1))
+    params = [
+        SamplingParams(max_tokens=length - prompt, temperature=temperature, seed=seed * batch + row, ignore_eos=True, detokenize=False)
+        for row in range(batch)
+    ]
+    outputs = llm.generate(cut_prompts(train, batch, prompt, seed).tolist(), params)
+    return np.array([[*output.prompt_token_ids, *output.token_ids] for output in outputs], dtype=np.int32)
 
 
 def _check_text(file: Path, settings: dict[str, Any]) -> None:
@@ -165,16 +126,3 @@ def _check_text(file: Path, settings: dict[str, Any]) -> None:
         if stored.get(key) != value:
             hint = "another train.work leaves it alone, train.resume=false starts again"
             raise ConfigError(f"{file}: {key}", value, stored.get(key), hint)
-
-
-def repetition(texts: Iterable[Sequence[int]], width: int = 16) -> float:
-    """Share of the runs of ``width`` tokens that occurred earlier in the same text: a measure of loops."""
-    seen_again = total = 0
-    for row in texts:
-        seen: set[tuple[int, ...]] = set()
-        for i in range(len(row) - width + 1):
-            run = tuple(row[i : i + width])
-            seen_again += run in seen
-            total += 1
-            seen.add(run)
-    return seen_again / max(1, total)

@@ -23,7 +23,7 @@ from ..config.checks import brief
 from ..config.train_options import TrainConfig
 from ..errors import CheckpointError, ConfigError, ResourceError
 from . import checkpoint
-from .optim import Optimizers, phase_at
+from .optim import SCHEDULE, Optimizers, phase_at, same_until
 
 SMOOTHING = 0.95
 """Weight of the old value in the running means that are shown and recorded."""
@@ -86,7 +86,7 @@ def run(job: Job, config: TrainConfig, work: Path, watch: Watch = unwatched) -> 
     means: Tensor | None = None
     if file.exists():
         state = checkpoint.load(file, device)
-        check_settings(state, job.settings, file)
+        check_settings(state, job.settings, file, config)
         job.module.load_state_dict(state["model"])
         optimizers.load_state_dict(state["optimizers"])
         step, before, means = state["step"], state["seconds"], state["means"]
@@ -168,8 +168,8 @@ def tokens_until(config: TrainConfig, step: int) -> int:
     return tokens
 
 
-def check_settings(state: Mapping[str, Any], settings: Mapping[str, Any], file: Path) -> None:
-    """Compare a checkpoint's settings with those of the run.
+def check_settings(state: Mapping[str, Any], settings: Mapping[str, Any], file: Path, config: TrainConfig) -> None:
+    """Compare a checkpoint's settings with those of the run. The schedule may differ in the steps to come.
 
     Raises:
         CheckpointError: they differ, of which the first setting is named, or the file was not written by ``graphspec train``.
@@ -177,8 +177,9 @@ def check_settings(state: Mapping[str, Any], settings: Mapping[str, Any], file: 
     stored = state.get("settings")
     if not isinstance(stored, dict):
         raise CheckpointError(str(file), "a checkpoint of graphspec train", "another kind of file", "train.resume=false starts again")
+    prolonged = all(key in stored for key in SCHEDULE) and same_until(state["step"], config, stored)
     for key, value in settings.items():
-        if stored.get(key) != value:
+        if stored.get(key) != value and not (prolonged and key in SCHEDULE):
             hint = "it was trained with other settings: train.resume=false starts again, another train.work leaves it alone"
             raise CheckpointError(f"{file}: {key}", brief(value), brief(stored.get(key)), hint)
 

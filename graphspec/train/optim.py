@@ -1,16 +1,19 @@
-"""Optimizers and the schedule of their learning rates: torch's, except Muon."""
+"""Optimizers, torch's except Muon, and the schedule of their learning rates."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from ..config.train_options import TrainConfig
 from ..models.layers import Linear
 
+SCHEDULE = ("phases", "schedule", "warmup", "cooldown", "restarts")
+"""Keys of ``train`` that a run may change for the steps to come, as long as those that were made stay."""
 LOWEST = 0.02
 """Share of the peak learning rate at the end of a decay."""
 
@@ -74,34 +77,35 @@ def phase_at(phases: list[list[int]], step: int) -> tuple[int, int]:
     raise IndexError(step)
 
 
-def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LRScheduler:
-    """The learning rate of every step: ``train.schedule`` after a linear warm-up, restarted at each of ``train.restarts``
-    (SGDR, Loshchilov & Hutter 2017).
+def rate_at(config: TrainConfig, step: int) -> float:
+    """The learning rate of ``step``, in units of the peak: ``train.schedule`` after a linear warm-up, restarted at each of
+    ``train.restarts`` (SGDR, Loshchilov & Hutter 2017).
     """
-    parts: list[LRScheduler] = []
-    ends: list[int] = []
-
-    def add(part: LRScheduler, steps: int) -> None:
-        parts.append(part)
-        ends.append((ends[-1] if ends else 0) + steps)
-
-    peak = optimizer.param_groups[0]["lr"]
     for length in config.periods():
-        warmup, whole = config.warm_up_of(length), config.cool_down_of(length)
-        cooldown = min(whole, length - warmup)
-        rest = length - warmup - cooldown
+        if step < length:
+            break
+        step -= length
+    warmup, whole = config.warm_up_of(length), config.cool_down_of(length)
+    cooldown = min(whole, length - warmup)
+    rest = length - warmup - cooldown
+    if step < warmup:
         # A decay that is not whole begins lower, and the warm-up ends there.
-        top = cooldown / whole if cooldown and not rest else 1.0
-        if warmup:
-            # Its first step has 1 / warmup of the top, its last one the top.
-            add(LinearLR(optimizer, top / warmup, top, max(1, warmup - 1)), warmup)
-        if rest and config.schedule == "cosine":
-            add(CosineAnnealingLR(optimizer, max(1, rest - 1), LOWEST * peak), rest)
-        elif rest:
-            add(ConstantLR(optimizer, 1.0, 0), rest)
-        if cooldown:
-            add(LinearLR(optimizer, cooldown / whole, max(LOWEST, 1 / whole), max(1, cooldown - 1)), cooldown)
-    return SequentialLR(optimizer, parts, ends[:-1])
+        return (cooldown / whole if cooldown and not rest else 1.0) * (step + 1) / warmup
+    if step < warmup + rest:
+        if config.schedule != "cosine":
+            return 1.0
+        return LOWEST + (1 - LOWEST) * (1 + math.cos(math.pi * (step - warmup) / max(1, rest - 1))) / 2
+    first, last = cooldown / whole, max(LOWEST, 1 / whole)
+    return first + (last - first) * (step - warmup - rest) / max(1, cooldown - 1)
+
+
+def same_until(step: int, config: TrainConfig, stored: Mapping[str, Any]) -> bool:
+    """Whether the steps before ``step`` have the rates and batches of a schedule with these values of :data:`SCHEDULE`."""
+    other = replace(config, steps=None, tokens=None, **{key: stored[key] for key in SCHEDULE})
+    ours, theirs = config.schedule_phases, other.schedule_phases
+    if step > min(config.total_steps, other.total_steps):
+        return False
+    return all(rate_at(config, at) == rate_at(other, at) and phase_at(ours, at) == phase_at(theirs, at) for at in range(step))
 
 
 class Optimizers:
@@ -124,9 +128,17 @@ class Optimizers:
             Muon(matrices, lr=config.lr, dtype=getattr(torch, config.dtype), parts=parts),
             torch.optim.AdamW(rest, lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.0),
         ]
-        self.schedules = [make_schedule(optimizer, config) for optimizer in self.optimizers]
+        self.peaks = [config.lr, adamw_lr]
         self.parameters = [p for _, p in named]
-        self.clip = config.clip
+        self.config, self.steps = config, 0
+        self._set_rates()
+
+    def _set_rates(self) -> None:
+        # After the last step there is no rate.
+        share = rate_at(self.config, min(self.steps, self.config.total_steps - 1))
+        for optimizer, peak in zip(self.optimizers, self.peaks, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = peak * share
 
     @property
     def rates(self) -> list[float]:
@@ -135,20 +147,18 @@ class Optimizers:
 
     def step(self) -> None:
         """Clip the gradients to ``train.clip`` (global L2 norm), update, clear them, and advance the schedule."""
-        torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
-        for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
+        torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip)
+        for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            schedule.step()
+        self.steps += 1
+        self._set_rates()
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "schedules": [schedule.state_dict() for schedule in self.schedules],
-        }
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers], "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for optimizer, stored in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(stored)
-        for schedule, stored in zip(self.schedules, state["schedules"], strict=True):
-            schedule.load_state_dict(stored)
+        self.steps = state["steps"]
+        self._set_rates()

@@ -1,7 +1,7 @@
 """The stages of ``graphspec train`` over one work folder; files that exist are not made again.
 
 data        data.json, train.npy, held_out.npy                 the texts in the target's ids
-text        text_<length>.npy                                  text written by the target
+text        text_<length>.npy, conversations/*.jsonl           text written by the target
 training    <variant>.pt, <variant>.jsonl                      the network, and a record for each interval
 figures     OUT/training.json                                  measurements on held-out text
 export      OUT/config.json, OUT/model.safetensors, ...        the checkpoint
@@ -24,14 +24,16 @@ from ..config.train_options import TrainConfig
 from ..errors import ConfigError
 from ..facts.folders import model_folder
 from ..text.tokenizer import Tokenizer
-from .acceptance import check_acceptance, measure_acceptance
+from .acceptance import held_out_prompts, measure_acceptance
 from .checkpoint import write_json
-from .draft import Recipe, Texts, train_draft
+from .conversations import pack
+from .draft import Chats, Recipe, Texts, train_draft
 from .drafter import load_target, network_of
 from .export import OUT, export_draft, size_in_megabytes
 from .generate import generate_text, text_sets
 from .loop import Watch, unwatched
 from .texts import Documents, encode
+from .written import Gathered, gather
 
 RECORD = "training.json"
 
@@ -46,7 +48,11 @@ def run(config: LaunchConfig, watch: Watch = unwatched) -> dict[str, Any]:
         KeyboardInterrupt: on Ctrl-C, after a checkpoint.
     """
     train, recipe = config.train, Recipe(resolve_variant(config.variant.name).name, config.train)
-    documents = Documents.read(train)
+    if not train.data:
+        raise ConfigError(
+            "train.data", "text files, conversations or self", "none", "train.data=self, train.data=[folder,file.txt,chats.jsonl]"
+        )
+    documents = Documents.read(train) if any(source.is_text for source in train.sources) else Documents({}, {})
     work, out = folders(train)
     device = set_up(config)
     if not train.resume:
@@ -101,28 +107,52 @@ def set_up(config: LaunchConfig) -> str:
 
 def clear(work: Path, *own: str) -> None:
     """Remove the files from which a run would resume: those that ``own`` matches, and the texts."""
-    for pattern in (*own, "data.json", "train.npy", "held_out.npy", "text_*.npy", "text_*.json", "text_parts/*.npy"):
+    for pattern in (*own, "data.json", "train.npy", "held_out.npy", "text_*.npy", "text_*.json", "text_parts/*.npy", "conversations/*"):
         for file in work.glob(pattern):
             file.unlink()
 
 
 def _draft(
-    config: LaunchConfig, recipe: Recipe, model: PreTrainedModel, folder: Path, documents: Documents, work: Path, out: Path, watch: Watch
+    config: LaunchConfig,
+    recipe: Recipe,
+    model: PreTrainedModel,
+    folder: Path,
+    documents: Documents,
+    work: Path,
+    out: Path,
+    watch: Watch,
 ) -> dict[str, Any]:
     train, tokenizer, ends = recipe.train, Tokenizer(folder), model.config.eos_token_id
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else ends[0] if isinstance(ends, list) else ends
     streams = encode(documents, tokenizer, end, model.config.vocab_size, {"model.path": str(folder.resolve())}, work, watch)
-    check_acceptance(train.acceptance, model.config.max_position_embeddings, streams.held_out)
-    texts = Texts(streams.train, generate_text(train.text, text_sets(train), model, streams.train, work, watch))
+    # The engine that writes loads the target again, and two copies may not fit on the device.
+    device, context = model.device, model.config.max_position_embeddings
+    model.to("cpu")
+    gathered = gather(config, folder, model.config.vocab_size, work, watch)
+    held_out = [sample for entry in gathered for sample in entry.held_out]
+    prompts = held_out_prompts(train.acceptance, context, streams.held_out, held_out)
+    lengths = sorted({length for _, _, length in train.schedule_phases})
+    chats = [Chats(entry.share, {length: pack(entry.train, length) for length in lengths}) for entry in gathered]
+    texts = Texts(streams.train, generate_text(config, text_sets(train), context, streams.train, work, watch), chats)
+    model.to(device)
     drafter, figures = train_draft(recipe, model, texts, work, watch)
     export_draft(drafter, model, out, folder)
-    # The measuring engine loads the target again, and two copies may not fit on the device.
+    # So does the engine that measures.
     model.to("cpu")
     most = drafter.most_steps if drafter.most_steps is not None else max((s[0] for s in train.acceptance.shapes), default=0)
     # A network with one head per step drafts chains.
     shapes = [s for s in train.acceptance.shapes if s[0] <= most and (drafter.num_heads == 1 or s[1] == 1)]
-    measured = measure_acceptance(config, shapes, streams.held_out, watch)
-    return {"target": folder.name, "data": streams.facts, "training": figures, "acceptance": measured}
+    measured = measure_acceptance(config, shapes, prompts, watch)
+    data = streams.facts | ({"conversations": [_size(entry) for entry in gathered]} if gathered else {})
+    return {"target": folder.name, "data": data, "training": figures, "acceptance": measured}
+
+
+def _size(entry: Gathered) -> dict[str, Any]:
+    """How much an entry of conversations is."""
+    sides = {"train": entry.train, "held_out": entry.held_out}
+    counts = {side: len(samples) for side, samples in sides.items()}
+    tokens = {f"{side}_tokens": sum(len(sample.tokens) for sample in samples) for side, samples in sides.items()}
+    return {"share": round(entry.share, 4), **counts, **tokens}
 
 
 def headline(figures: dict[str, Any], out: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config.train_options import TrainConfig
+from ..config.train_options import DataSource, TrainConfig
 from ..errors import ConfigError
 from ..text.tokenizer import Tokenizer
 from .checkpoint import write_json, write_whole
@@ -104,17 +104,19 @@ class Documents:
 
     @classmethod
     def read(cls, config: TrainConfig) -> Documents:
-        """Read the texts of ``train.data`` and ``train.held_out``; without the latter, a share of the former is held out.
+        """Read the texts among ``train.data`` and ``train.held_out``; without the latter, a share of the former is held out.
 
         Raises:
-            ConfigError: no data, or paths without text.
+            ConfigError: no text in the data, or paths without text.
         """
-        if not config.data:
+        named = [source.path for source in config.sources if source.is_text]
+        if not named:
             raise ConfigError("train.data", "text files, or folders of them", "none", "train.data=[folder,file.txt]")
-        documents = read_documents(config.data)
-        if not config.held_out:
+        documents = read_documents(named)
+        held_out_texts = [name for name in config.held_out if DataSource(name).is_text]
+        if not held_out_texts:
             return cls(*split_documents(documents, config.held_out_share))
-        held_out = read_documents(config.held_out, "train.held_out")
+        held_out = read_documents(held_out_texts, "train.held_out")
         train = {name: text for name, text in documents.items() if name not in held_out}
         if not train:
             raise ConfigError("train.data", "text that is not held out", "none")
@@ -149,7 +151,7 @@ def encode(
     """Encode the texts into ``work``; a later run reads these files, if they are from the same texts and for the same target.
 
     Args:
-        documents: the texts.
+        documents: the texts; without any, nothing is written.
         tokenizer: the target's.
         end: id that ends a text.
         vocab_size: of the target.
@@ -160,6 +162,8 @@ def encode(
     Raises:
         ConfigError: the files are from other texts or for another target, or an id is outside the target's vocabulary.
     """
+    if not documents.train:
+        return Streams(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32), end, {})
     sides = {"held_out": list(documents.held_out.values()), "train": list(documents.train.values())}
     keys = {"held_out": "train.held_out", "train": "train.data"}
     made_from = source | {keys[side]: _digest(texts) for side, texts in sides.items()}

@@ -26,7 +26,8 @@ from graphspec.plan.plan import make_plan
 from graphspec.shapes import SAMPLED
 from graphspec.train.draft import Recipe, Texts, train_draft
 from graphspec.train.export import export_draft
-from graphspec.train.generate import continue_text, cut_prompts
+from graphspec.train.generate import cut_prompts
+from recipes.continuation import continue_text
 from tests.graphs.test_capture_safety import FakeProgram, cuda_guard
 from tests.support.drafts import random_text, tiny_target
 from tests.support.engines import SMALL, ids, prompts

@@ -17,9 +17,10 @@ from graphspec.config.train_options import TrainConfig
 from graphspec.errors import ConfigError
 from graphspec.train.draft import Recipe, draft_losses
 from graphspec.train.drafter import Target, load_target, network_of, trained_variants
-from graphspec.train.generate import continue_text, repetition
+from graphspec.train.filters import repetition
 from graphspec.train.optim import Optimizers
 from recipes.card import model_card
+from recipes.continuation import continue_text
 from recipes.target import build_target
 from recipes.train_demo import CONF, REPOSITORY, Demo, main
 from tests.support.drafts import HYBRID, load_draft, tiny_target

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graphspec.errors import CheckpointError, ConfigError
-from graphspec.train.generate import repetition
+from graphspec.train.filters import repetition
 from recipes.target import options, run
 from recipes.unlikelihood import NAME, repeated, unlikelihood
 from tests.recipes.test_targets import TARGET

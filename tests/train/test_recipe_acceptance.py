@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from graphspec import load_config
-from graphspec.train.acceptance import conditional_shares, continue_held_out, measure_acceptance, small_engine
+from graphspec.train.acceptance import conditional_shares, continue_held_out, held_out_prompts, measure_acceptance, small_engine
 from graphspec.train.draft import Texts, train_draft
 from graphspec.train.drafter import Target
 from graphspec.train.export import export_draft
-from graphspec.train.generate import continue_text, cut_prompts
+from graphspec.train.generate import cut_prompts
 from graphspec.train.loop import unwatched
+from recipes.continuation import continue_text
 from tests.support.drafts import HYBRID, PARALLEL, SMALL, block_logits, draft_logits, random_text, recipe, round_to_bfloat16, tiny_target
 
 PROMPT, NEW, STEPS = 8, 24, 3
@@ -38,10 +39,11 @@ def test_the_engine_accepts_what_the_trained_network_drafts(variant, network, fa
         f"variant={variant}", f"model.path='{tmp_path}/target'", f"train.out='{tmp_path}/draft'", "train.acceptance.prompts=4",
         f"train.acceptance.prompt_length={PROMPT}", f"train.acceptance.new_tokens={NEW}", "train.acceptance.batch=3",
     )  # fmt: skip
-    measured = measure_acceptance(config, [[STEPS, 1, STEPS + 1]], stream, unwatched)
-    plain = small_engine(config, config.model.path, load_config("variant=none").variant)
+    prompts = held_out_prompts(config.train.acceptance, 128, stream)
+    measured = measure_acceptance(config, [[STEPS, 1, STEPS + 1]], prompts, unwatched)
+    plain = small_engine(config, config.model.path, load_config("variant=none").variant, prompts)
     ids, taken = drafter.target_ids(), []
-    for output in continue_held_out(plain, config.train.acceptance, stream):
+    for output in continue_held_out(plain, config.train.acceptance, prompts):
         text = [*output.prompt_token_ids, *output.token_ids]
         tokens = torch.tensor([text])
         features, _ = Target(target).view(tokens, drafter.tap_layers)

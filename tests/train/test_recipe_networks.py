@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from graphspec.config.train_options import AcceptanceConfig, TextConfig
 from graphspec.drafters.heads.eagle3_training import choose_draft_vocab
 from graphspec.errors import CheckpointError, ConfigError, ResourceError
-from graphspec.train.acceptance import check_acceptance
+from graphspec.train.acceptance import held_out_prompts
 from graphspec.train.draft import Recipe, Texts, draft_losses, train_draft
 from graphspec.train.drafter import Target, network_of, unrolled
 from graphspec.train.export import export_draft
@@ -261,7 +261,7 @@ def test_training_lowers_the_loss_and_resumes_bit_by_bit(variant, network, tmp_p
     reloaded = load_draft(made, target, whole / f"{variant}.pt")
     assert all(torch.equal(t, reloaded.state_dict()[name]) for name, t in straight.state_dict().items())
 
-    tokens = texts.batch(8, 20, 0.0, 0)
+    tokens = texts.batch(8, 20, 0.0, 0)[0]
     features, logits = Target(target).view(tokens, straight.tap_layers)
     torch.manual_seed(made.train.seed)
     fresh = network_of(variant).build(target, made.network(), texts.counts(96))
@@ -385,7 +385,7 @@ def test_a_phase_beyond_the_context_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="sequence_length"):
         train_draft(recipe("eagle", phases=[[1, 1, 200]]), tiny_target(), texts, tmp_path)
     with pytest.raises(ConfigError, match="new_tokens"):
-        check_acceptance(AcceptanceConfig(prompt_length=64, new_tokens=65), 128, np.ones(90, dtype=np.int64))
+        held_out_prompts(AcceptanceConfig(prompt_length=64, new_tokens=65), 128, np.ones(90, dtype=np.int64))
 
 
 def test_a_phase_without_text_is_refused(tmp_path: Path):

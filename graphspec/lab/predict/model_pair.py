@@ -84,13 +84,11 @@ def read_model_pair(model_path: str, config: VariantConfig, variant: Variant, re
 
 
 def _draft_folder(folder: Path, model_path: str, config: VariantConfig, variant: Variant) -> Path | None:
-    from ...facts.folders import shipped_drafts
+    from ...facts.folders import shipped_draft
 
     if config.draft is not None:
         return checkpoint_folder("variant.draft", config.draft, config.draft_revision, weights=False)
-    if variant.demo_draft in shipped_drafts(model_path, folder):
-        return folder.parent / variant.demo_draft
-    return folder if variant.draft_in_target else None
+    return shipped_draft(model_path, folder, variant) or (folder if variant.draft_in_target else None)
 
 
 def _read_draft(pair: ModelPair, folder: Path, variant: Variant) -> None:
