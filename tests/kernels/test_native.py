@@ -71,6 +71,35 @@ def test_threads_change_nothing() -> None:
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
+@pytest.mark.parametrize("dim", [DIM, 64])
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_few_queries_over_many_keys_attend_as_many_do(dim: int, threads: int) -> None:
+    """Few queries divide keys and channels among threads, many divide queries: the bits are those of a query alone."""
+    tokens, length, few = 30, 700, 4
+    generator = torch.Generator().manual_seed(dim)
+    pool, table = random_pool(generator, lanes=2, columns=46, page_size=16, heads=GROUPS, dim=dim, layers=2)
+    query = torch.randn(2, tokens, HEADS, dim, generator=generator)
+    slot, valid = length + torch.arange(tokens).expand(2, -1), torch.ones(2, tokens, dtype=torch.bool)
+    begin = torch.randint(0, 600, (2, tokens), generator=generator)
+    begin[0, 0] = 0
+    pool[0, 0, table[1, 40].long(), 3] = torch.nan  # in the keys of layer 0
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for layer in (0, 1):
+            many = native.chunk_attention(query, pool, layer, table, begin, slot, valid, 0.2)
+            for t in range(0, tokens, few):
+                part = slice(t, t + few)
+                found = native.chunk_attention(query[:, part], pool, layer, table, begin[:, part], slot[:, part], valid[:, part], 0.2)
+                torch.testing.assert_close(found, many[:, part], rtol=0, atol=0, equal_nan=True)
+            words = ((1 << (torch.arange(few) + 1)) - 1)[None, :, None].expand(2, -1, -1)
+            tree = native.tree_attention(query[:, :few], pool, layer, table, begin[:, :few], torch.full((2,), length), words, 0.2)
+            torch.testing.assert_close(tree, many[:, :few], rtol=0, atol=0, equal_nan=True)
+            assert many[0].isfinite().all() and bool(many[1].isnan().any()) == (layer == 0)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_strided_queries_are_read_in_place() -> None:
     pool, table = pool_and_table(16, 3)
     wide = torch.randn(2, 5, (HEADS + 3) * DIM)

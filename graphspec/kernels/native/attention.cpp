@@ -11,18 +11,20 @@ constexpr int64_t WORK_PER_THREAD = 1 << 17;  // multiply-adds below which a sec
 
 class Attention final : public graphspec::Program {
  public:
-  Attention(const Shape& n, const float* query, const float* pool, const std::vector<Visible>& see, Scores scores, float* out)
-      : n_(n), query_(query), pool_(pool), see_(see), scores_(scores), out_(out) {}
+  Attention(const Shape& n, const float* query, const float* pool, const std::vector<Visible>& see, Scores scores, float* out,
+            Attending& attending)
+      : n_(n), query_(query), pool_(pool), see_(see), scores_(scores), out_(out), attending_(attending) {}
 
-  int phases() const override { return 1; }
-  void divide(int threads) override { splits_ = token_splits(n_, threads); }
-  int chunks(int) const override { return static_cast<int>(n_.lanes * n_.groups * splits_); }
+  int phases() const override { return 2; }
+  void divide(int threads) override {
+    attending_.divide(n_, threads);
+    attending_.reserve(see_.data(), 1);
+  }
+  int chunks(int phase) const override { return attending_.chunks(phase, see_.data()); }
   int64_t size() const override { return n_.lanes * n_.tokens * n_.heads * n_.dim; }
-  void work(int, int task) override {
+  void work(int phase, int chunk) override {
     static thread_local Scratch scratch;
-    const int64_t lane = task / (n_.groups * splits_), group = task / splits_ % n_.groups, part = task % splits_;
-    const int64_t first = part * n_.tokens / splits_, last = (part + 1) * n_.tokens / splits_;
-    attend(n_, query_, pool_, see_[lane], lane, group, first, last, scores_, out_, scratch);
+    attending_.work(phase, chunk, n_.layer, query_, pool_, see_.data(), scores_, out_, scratch, [](int64_t, int64_t, int64_t, int64_t) {});
   }
 
  private:
@@ -31,7 +33,7 @@ class Attention final : public graphspec::Program {
   const std::vector<Visible>& see_;
   const Scores scores_;
   float* out_;
-  int64_t splits_ = 1;
+  Attending& attending_;
 };
 
 void run(const Shape& n, const float* query, const float* pool, const int32_t* table, std::vector<Visible>& see, Scores scores, float* out,
@@ -41,7 +43,8 @@ void run(const Shape& n, const float* query, const float* pool, const int32_t* t
     see[lane].list(table + lane * n.columns, n.columns * n.page_size, n.page_size);
     work += static_cast<int64_t>(see[lane].slots.size()) * n.tokens * n.heads * n.dim * 2;
   }
-  Attention attention(n, query, pool, see, scores, out);
+  static thread_local Attending attending;
+  Attention attention(n, query, pool, see, scores, out, attending);
   graphspec::run(attention, static_cast<int>(std::clamp<int64_t>(work / WORK_PER_THREAD, 1, threads)));
 }
 

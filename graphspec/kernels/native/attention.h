@@ -1,4 +1,5 @@
-// Paged attention for the CPU, float32: one lane and one KV head at a time.
+// Paged attention for the CPU, float32. Few queries over many keys read whole rows of keys, then whole rows of values, in two phases that are
+// divided by key and by channel (class Attending); otherwise one lane and one KV head are a piece of work.
 //
 // Softmax in two passes: scores of all visible keys and their maximum, then weights and the weighted sum. Every sum has a fixed order (over
 // channels for a score, over visible slots for an output), so a query's result depends only on the keys and values it sees, not on other
@@ -48,6 +49,15 @@ inline void transpose8(const float* const* row, int64_t at, float* out) {
   }
 }
 
+// A block of keys, channel by channel.
+inline void transpose(const float* const* key, int64_t dim, float* out) {
+  int64_t d = 0;
+  for (; d + 8 <= dim; d += 8)
+    for (int k = 0; k < KEYS; k += 8) transpose8(key + k, d, out + d * KEYS + k);
+  for (; d < dim; ++d)
+    for (int k = 0; k < KEYS; ++k) out[d * KEYS + k] = key[k][d];
+}
+
 // Scores of NQ queries against one transposed block.
 template <int NQ>
 inline void score_block(const float* const* query, const float* key_t, int64_t dim, float scale, float* const* score) {
@@ -93,22 +103,22 @@ inline void value_block(const float* const* weight, const float* const* value, i
   }
 }
 
+// Channels [at, to) of acc, and the totals.
 template <int NQ>
-inline void weighted_values(const float* const* weight, const float* const* value, int keys, int64_t dim, float* const* acc,
+inline void weighted_values(const float* const* weight, const float* const* value, int keys, int64_t at, int64_t to, float* const* acc,
                             float* const* total) {
-  int64_t at = 0;
-  if (dim >= 32) {
-    value_block<NQ, 2, true>(weight, value, keys, 0, acc, total);
-    for (at = 32; at + 32 <= dim; at += 32) value_block<NQ, 2, false>(weight, value, keys, at, acc, total);
-  } else if (dim >= 16) {
-    value_block<NQ, 1, true>(weight, value, keys, 0, acc, total);
-    at = 16;
+  if (to - at >= 32) {
+    value_block<NQ, 2, true>(weight, value, keys, at, acc, total);
+    for (at += 32; at + 32 <= to; at += 32) value_block<NQ, 2, false>(weight, value, keys, at, acc, total);
+  } else if (to - at >= 16) {
+    value_block<NQ, 1, true>(weight, value, keys, at, acc, total);
+    at += 16;
   } else {
     for (int q = 0; q < NQ; ++q)
       for (int k = 0; k < keys; ++k) *total[q] += weight[q][k];
   }
-  for (; at + 16 <= dim; at += 16) value_block<NQ, 1, false>(weight, value, keys, at, acc, total);
-  for (; at < dim; ++at)
+  for (; at + 16 <= to; at += 16) value_block<NQ, 1, false>(weight, value, keys, at, acc, total);
+  for (; at < to; ++at)
     for (int q = 0; q < NQ; ++q) {
       float sum = acc[q][at];
       for (int k = 0; k < keys; ++k) sum = fma1(weight[q][k], value[k][at], sum);
@@ -286,8 +296,15 @@ inline int by_quads(int q, int count, F&& f) {
   if (count - q >= 8) return f(std::integral_constant<int, 8>()), 8;
 #endif
   if (count - q >= 4) return f(std::integral_constant<int, 4>()), 4;
+  if (count - q == 3) return f(std::integral_constant<int, 3>()), 3;
   if (count - q >= 2) return f(std::integral_constant<int, 2>()), 2;
   return f(std::integral_constant<int, 1>()), 1;
+}
+
+// What divides a weighted sum: the sum of weights, to which a head's sink adds as a key without a value.
+inline float weights_sum(float sum, float peak, const Scores& how, int64_t head) {
+  if (how.sinks != nullptr && peak != MINUS_INF) sum += exp8(splat(how.sinks[head] - peak))[0];
+  return sum == 0.0f ? 1.0f : sum;
 }
 
 // One lane, one KV head, tokens [first, last).
@@ -334,11 +351,7 @@ inline void attend(const Shape& n, const float* query, const float* pool, const 
     };
     for (int64_t b = 0; b < blocks; ++b) {
       if (!seen(0, count, b)) continue;
-      int64_t d = 0;
-      for (; d + 8 <= n.dim; d += 8)
-        for (int k = 0; k < KEYS; k += 8) transpose8(&s.key[b * KEYS + k], d, &s.key_t[d * KEYS + k]);
-      for (; d < n.dim; ++d)
-        for (int k = 0; k < KEYS; ++k) s.key_t[d * KEYS + k] = s.key[b * KEYS + k][d];
+      transpose(&s.key[b * KEYS], n.dim, s.key_t.data());
       for (int q = 0; q < count;)
         q += by_quads(q, count, [&](auto some) {
           if (!seen(q, some, b)) return;
@@ -368,16 +381,204 @@ inline void attend(const Shape& n, const float* query, const float* pool, const 
             else
               exp_block(score, peak[q + i]);
           }
-          weighted_values<some>(weight, &s.value[b * KEYS], filled, n.dim, acc + q, totals + q);
+          weighted_values<some>(weight, &s.value[b * KEYS], filled, 0, n.dim, acc + q, totals + q);
         });
     }
     for (int q = 0; q < count; ++q) {
-      // A head's sink adds to the sum of weights, as a key without a value.
-      if (how.sinks != nullptr && peak[q] != MINUS_INF) sum[q] += exp8(splat(how.sinks[group * repeat + (start + q) % repeat] - peak[q]))[0];
-      const float divisor = sum[q] == 0.0f ? 1.0f : sum[q];
+      const float divisor = weights_sum(sum[q], peak[q], how, group * repeat + (start + q) % repeat);
       for (int64_t d = 0; d < n.dim; ++d) out_row[q][d] = acc[q][d] / divisor;
     }
   }
 }
+
+// Attention of a batch as pieces of work in two phases, in whichever way suits the threads and the longest lane.
+//
+// Over many keys, phase SCORE makes the scores of a range of keys, and phase VALUE the weighted sum of a range of channels: both read rows of the pool
+// from end to end, as the hardware's prefetchers follow them, and whatever the ranges are, no sum changes its order. Over few keys,
+// or for many queries, there is no phase SCORE, and `attend` does all of it.
+class Attending {
+ public:
+  enum Phase { SCORE, VALUE };
+
+  void divide(const Shape& n, int threads) {
+    n_ = n;
+    threads_ = threads;
+    splits_ = token_splits(n, threads);
+    each_ = n.tokens * (n.heads / n.groups);
+    band_ = std::clamp<int64_t>(QUERIES / std::max<int64_t>(each_, 1), 1, n.groups);
+    bands_ = (n.groups + band_ - 1) / band_;
+    unit_ = n.dim % 32 == 0 ? 32 : n.dim;
+  }
+
+  int chunks(int phase, const Visible* see) const {
+    if (!rows(see)) return phase == SCORE ? 0 : static_cast<int>(n_.lanes * n_.groups * splits_);
+    return static_cast<int>(n_.lanes * bands_ * (phase == SCORE ? key_parts(see) : column_parts()));
+  }
+
+  // done(token, head, first channel, last channel) follows what is finished of `out`.
+  template <class Done>
+  void work(int phase, int chunk, int64_t layer, const float* query, const float* pool, const Visible* see, const Scores& how, float* out, Scratch& s,
+            Done&& done) {
+    Shape n = n_;
+    n.layer = layer;
+    if (!rows(see)) {
+      const int64_t lane = chunk / (n.groups * splits_), group = chunk / splits_ % n.groups, part = chunk % splits_, repeat = n.heads / n.groups;
+      const int64_t first = part * n.tokens / splits_, last = (part + 1) * n.tokens / splits_;
+      attend(n, query, pool, see[lane], lane, group, first, last, how, out, s);
+      for (int64_t t = first; t < last; ++t)
+        for (int64_t h = group * repeat; h < (group + 1) * repeat; ++h) done(lane * n.tokens + t, h, int64_t{0}, n.dim);
+      return;
+    }
+    const int64_t parts = phase == SCORE ? key_parts(see) : column_parts(), part = chunk % parts, lane = chunk / (parts * bands_);
+    const int64_t band = chunk / parts % bands_, first = band * band_, last = std::min(n.groups, first + band_);
+    if (phase == SCORE)
+      score(n, query, pool, see, lane, first, last, part, how, s);
+    else
+      weigh(n, pool, see, lane, first, last, part, how, out, s, done);
+  }
+
+  // Room for the scores of any layer: to be called when every `see` is known, before the first SCORE. `sees`: how many sets of lanes there are.
+  void reserve(const Visible* see, int64_t sees) {
+    stride_ = 0;
+    for (int64_t i = 0; i < sees; ++i)
+      if (rows(see + i * n_.lanes)) stride_ = std::max(stride_, longest(see + i * n_.lanes) * KEYS);
+    const size_t queries = stride_ == 0 ? 0 : n_.lanes * n_.groups * each_;
+    if (scores_.size() < queries * stride_) scores_.resize(queries * stride_);
+    if (peaks_.size() < queries * pieces()) peaks_.resize(queries * pieces());
+  }
+
+ private:
+  static constexpr int64_t LONG = 16, LEAST = 8;  // blocks of keys: from which two phases pay, and in one piece
+
+  int64_t longest(const Visible* see) const {
+    int64_t most = 0;
+    for (int64_t lane = 0; lane < n_.lanes; ++lane) most = std::max(most, see[lane].blocks());
+    return most;
+  }
+  bool rows(const Visible* see) const { return each_ <= QUERIES && longest(see) >= LONG; }
+  int64_t pieces() const { return threads_ == 1 ? 1 : (2 * threads_ + n_.lanes * bands_ - 1) / (n_.lanes * bands_); }
+  int64_t key_parts(const Visible* see) const { return std::min(pieces(), longest(see) / LEAST); }
+  int64_t column_parts() const { return std::min(pieces(), band_ * (n_.dim / unit_)); }
+  // Queries are numbered by group, token and head.
+  int64_t first_query(int64_t lane, int64_t group) const { return (lane * n_.groups + group) * each_; }
+
+  static bool seen(const uint32_t* const* mask, int some, int64_t block) {
+    uint32_t any = 0;
+    for (int i = 0; i < some; ++i) any |= mask[i][block];
+    return any != 0;
+  }
+
+  // The rows of a block. The last block is padded with a visible row, whose scores are masked.
+  static void point(const Visible& see, int64_t block, int64_t row, const float* base, const float** to) {
+    const int64_t first = block * KEYS, count = std::min<int64_t>(KEYS, see.rows.size() - first);
+    for (int64_t k = 0; k < count; ++k) to[k] = base + see.rows[first + k] * row;
+    for (int64_t k = count; k < KEYS; ++k) to[k] = to[count - 1];
+  }
+
+  void score(const Shape& n, const float* query, const float* pool, const Visible* sees, int64_t lane, int64_t first, int64_t last, int64_t part,
+             const Scores& how, Scratch& s) {
+    const Visible& see = sees[lane];
+    const int64_t repeat = n.heads / n.groups, row = n.groups * n.dim, blocks = see.blocks(), parts = key_parts(sees);
+    const float* keys = pool + 2 * n.layer * n.pages * n.page_size * row;
+    const int count = static_cast<int>(each_);
+    const uint32_t* mask[QUERIES];
+    const float* q_row[QUERIES];
+    widest peaks[QUERIES];
+    for (int64_t group = first, at = 0; group < last; ++group)
+      for (int q = 0; q < count; ++q, ++at) {
+        mask[at] = see.masks.data() + q / repeat * blocks;
+        q_row[at] = query + lane * n.query_b + q / repeat * n.query_t + (group * repeat + q % repeat) * n.query_h;
+        peaks[at] = widest{} + MINUS_INF;
+      }
+    s.key_t.resize(n.dim * KEYS);
+    for (int64_t b = part * blocks / parts; b < (part + 1) * blocks / parts; ++b)
+      for (int64_t group = first; group < last; ++group) {
+        if (!seen(mask, count, b)) continue;
+        const float* key[KEYS];
+        point(see, b, row, keys + group * n.dim, key);
+        transpose(key, n.dim, s.key_t.data());
+        const int64_t at = (group - first) * each_;
+        float* to = scores_.data() + first_query(lane, group) * stride_ + b * KEYS;
+        for (int q = 0; q < count;)
+          q += by_quads(q, count, [&](auto some) {
+            if (!seen(mask + q, some, b)) return;
+            float* score[some];
+            for (int i = 0; i < some; ++i) score[i] = to + (q + i) * stride_;
+            score_block<some>(q_row + at + q, s.key_t.data(), n.dim, how.scale, score);
+          });
+        if (how.softcap > 0.0f)
+          for (int q = 0; q < count; ++q)
+            if (mask[q][b] != 0) cap_block(to + q * stride_, how.softcap);
+        for (int q = 0; q < count; ++q)
+          if (mask[q][b] != 0) mask_and_peak(to + q * stride_, mask[q][b], peaks[at + q]);
+      }
+    for (int64_t q = 0; q < (last - first) * each_; ++q) peaks_[(first_query(lane, first) + q) * parts + part] = largest(peaks[q]);
+  }
+
+  template <class Done>
+  void weigh(const Shape& n, const float* pool, const Visible* sees, int64_t lane, int64_t first, int64_t last, int64_t part, const Scores& how,
+             float* out, Scratch& s, Done&& done) {
+    const Visible& see = sees[lane];
+    const int64_t repeat = n.heads / n.groups, row = n.groups * n.dim, blocks = see.blocks(), parts = key_parts(sees), total = see.rows.size();
+    const int64_t units = (last - first) * (n.dim / unit_), columns = column_parts();
+    const int64_t begin = first * n.dim + part * units / columns * unit_, end = first * n.dim + (part + 1) * units / columns * unit_;
+    if (begin == end) return;
+    const float* values = pool + (2 * n.layer + 1) * n.pages * n.page_size * row;
+    const int count = static_cast<int>(each_);
+    first = begin / n.dim, last = (end + n.dim - 1) / n.dim;
+    s.acc.assign((last - first) * each_ * n.dim, 0.0f);
+    s.score.resize(QUERIES * KEYS);
+    const uint32_t* mask[QUERIES];
+    float *acc[QUERIES], *sums[QUERIES], sum[QUERIES], peak_of[QUERIES];
+    for (int64_t q = 0; q < (last - first) * each_; ++q) {
+      mask[q] = see.masks.data() + q % each_ / repeat * blocks;
+      acc[q] = s.acc.data() + q * n.dim;
+      sum[q] = 0.0f, sums[q] = sum + q;
+      const float* peak = peaks_.data() + (first_query(lane, first) + q) * parts;
+      float most = peak[0];
+      for (int64_t p = 1; p < parts; ++p) most = peak[p] > most || peak[p] != peak[p] ? peak[p] : most;
+      peak_of[q] = most;
+    }
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int filled = static_cast<int>(std::min<int64_t>(KEYS, total - b * KEYS));
+      for (int64_t group = first; group < last; ++group) {
+        const float* value[KEYS];
+        point(see, b, row, values + group * n.dim, value);
+        const int64_t from = std::max<int64_t>(begin - group * n.dim, 0), to = std::min(end - group * n.dim, n.dim), at = (group - first) * each_;
+        const float* scores = scores_.data() + first_query(lane, group) * stride_ + b * KEYS;
+        for (int q = 0; q < count;)
+          q += by_quads(q, count, [&](auto some) {
+            if (!seen(mask + q, some, b)) return;
+            const float* weight[some];
+            for (int i = 0; i < some; ++i) {
+              float* own = s.score.data() + (q + i) * KEYS;
+              weight[i] = own;
+              const float most = peak_of[at + q + i];
+              if (mask[q + i][b] == 0 || most == MINUS_INF) {
+                std::fill(own, own + KEYS, 0.0f);
+              } else {
+                std::memcpy(own, scores + (q + i) * stride_, KEYS * sizeof(float));
+                exp_block(own, most);
+              }
+            }
+            weighted_values<some>(weight, value, filled, from, to, acc + at + q, sums + at + q);
+          });
+      }
+    }
+    for (int64_t group = first; group < last; ++group)
+      for (int q = 0; q < count; ++q) {
+        const int64_t token = lane * n.tokens + q / repeat, head = group * repeat + q % repeat, at = (group - first) * each_ + q;
+        const int64_t from = std::max<int64_t>(begin - group * n.dim, 0), to = std::min(end - group * n.dim, n.dim);
+        const float divisor = weights_sum(sum[at], peak_of[at], how, head);
+        for (int64_t d = from; d < to; ++d) out[(token * n.heads + head) * n.dim + d] = s.acc[at * n.dim + d] / divisor;
+        done(token, head, from, to);
+      }
+  }
+
+  Shape n_{};
+  int threads_ = 1;
+  int64_t splits_ = 1, each_ = 0, band_ = 1, bands_ = 1, unit_ = 1, stride_ = 0;
+  Floats scores_, peaks_;
+};
 
 }  // namespace

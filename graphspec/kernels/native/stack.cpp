@@ -44,7 +44,7 @@ struct Call {
   int64_t first, last, num_taps, final_norm, kv_only;  // layers [first, last); num_taps 0: keep none
 };
 
-enum Phase { INPUT_NORM, QKV, ATTEND, OUT, OUT_NORM, MLP_NORM, GATE_UP, DOWN, DOWN_NORM, PHASES };
+enum Phase { INPUT_NORM, QKV, SCORE, ATTEND, OUT, OUT_NORM, MLP_NORM, GATE_UP, DOWN, DOWN_NORM, PHASES };
 
 // Rows per chunk of a norm. Up to one chunk of rows, the norm has no phase: each thread normalises them for itself, which is faster than a hand-over.
 constexpr int64_t ROWS = 16;
@@ -55,6 +55,7 @@ struct Workspace {
   Floats residual, normed, qkv, mixed, act, block;
   std::vector<Visible> see;
   std::vector<int64_t> windows, begin;
+  Attending attending;
 };
 
 void reserve(Floats& v, int64_t size) {
@@ -88,12 +89,12 @@ class Stack final : public graphspec::Program {
     if (static_cast<int64_t>(w_.begin.size()) < static_cast<int64_t>(w_.windows.size()) * rows_) w_.begin.resize(w_.windows.size() * rows_);
   }
 
-  // One for what each lane sees, those of every layer, one for the final norm and the stream before it.
-  int phases() const override { return static_cast<int>(1 + count_ * PHASES + 1); }
+  // One for what each lane sees, one for the room that takes, those of every layer, one for the final norm and the stream before it.
+  int phases() const override { return static_cast<int>(FIRST + count_ * PHASES + 1); }
 
   void divide(int threads) override {
     threads_ = threads;
-    splits_ = token_splits(shape_, threads);
+    w_.attending.divide(shape_, threads);
     // A chunk of queries, keys and values holds whole heads.
     each_qkv_ = blocks_per_chunk(blocks(qkv_), threads, p_.dim / std::gcd(p_.dim, BLOCK));
     each_hidden_ = blocks_per_chunk(blocks(p_.hidden), threads);
@@ -102,15 +103,17 @@ class Stack final : public graphspec::Program {
   int64_t size() const override { return rows_ * p_.hidden; }
   int chunks(int number) const override {
     if (number == 0) return static_cast<int>(w_.windows.size() * c_.lanes);
+    if (number == 1) return 1;
     if (number == phases() - 1) return (normed_at_end_ || tapped_at_end_) && !c_.kv_only ? row_chunks() : 0;
-    const int64_t l = (number - 1) / PHASES;
+    const int64_t l = (number - FIRST) / PHASES;
     const LayerPlan& layer = layers_[l];
-    const int phase = (number - 1) % PHASES;
+    const int phase = (number - FIRST) % PHASES;
     if (c_.kv_only && l == count_ - 1 && phase > QKV) return 0;
     switch (phase) {
       case INPUT_NORM: return layer.input_norm >= 0 && rows_ > ROWS ? row_chunks() : 0;
       case QKV: return block_chunks(blocks(qkv_), each_qkv_);
-      case ATTEND: return static_cast<int>(c_.lanes * p_.groups * splits_);
+      case SCORE: return w_.attending.chunks(Attending::SCORE, seen(layer));
+      case ATTEND: return w_.attending.chunks(Attending::VALUE, seen(layer));
       case OUT_NORM: return layer.out_norm >= 0 ? row_chunks() : 0;
       case DOWN_NORM: return layer.down_norm >= 0 ? row_chunks() : 0;
       case MLP_NORM: return layer.mlp_norm >= 0 && rows_ > ROWS ? row_chunks() : 0;
@@ -121,13 +124,15 @@ class Stack final : public graphspec::Program {
 
   void work(int number, int chunk) override {
     if (number == 0) return see(chunk);
+    if (number == 1) return w_.attending.reserve(w_.see.data(), w_.windows.size());
     if (number == phases() - 1) return end(chunk);
-    const int64_t l = (number - 1) / PHASES;
+    const int64_t l = (number - FIRST) / PHASES;
     const LayerPlan& layer = layers_[l];
-    switch ((number - 1) % PHASES) {
+    switch ((number - FIRST) % PHASES) {
       case INPUT_NORM: return norm(chunk, layer.input_norm, entering(l), w_.normed.data());
       case QKV: return qkv(l, chunk);
-      case ATTEND: return attention(l, chunk);
+      case SCORE: return attention(Attending::SCORE, layer, chunk);
+      case ATTEND: return attention(Attending::VALUE, layer, chunk);
       case OUT: return add(chunk, {at(layer.out), layer.out_code, query_, p_.hidden}, layer.out_bias, w_.mixed.data(), layer.out_norm, entering(l), w_.residual.data());
       case OUT_NORM: return add_normed(chunk, layer.out_norm, entering(l), w_.residual.data());
       case MLP_NORM: return norm(chunk, layer.mlp_norm, w_.residual.data(), w_.normed.data());
@@ -138,6 +143,8 @@ class Stack final : public graphspec::Program {
   }
 
  private:
+  static constexpr int FIRST = 2;  // phases before those of the layers
+
   static int64_t blocks(int64_t outputs) { return (outputs + BLOCK - 1) / BLOCK; }
   // Sixteen gates and the sixteen ups that go with them make a block.
   static int64_t pairs(int64_t intermediate) { return (intermediate + PAIRS - 1) / PAIRS; }
@@ -152,6 +159,8 @@ class Stack final : public graphspec::Program {
     while (i < static_cast<int64_t>(w_.windows.size()) && w_.windows[i] != window) ++i;
     return i;
   }
+
+  const Visible* seen(const LayerPlan& layer) const { return w_.see.data() + window_index(layer.window) * c_.lanes; }
 
   void see(int chunk) {
     const int64_t lane = chunk % c_.lanes, window = w_.windows[chunk / c_.lanes];
@@ -294,25 +303,18 @@ class Stack final : public graphspec::Program {
     }
   }
 
-  void attention(int64_t l, int task) {
+  void attention(int phase, const LayerPlan& layer, int chunk) {
     static thread_local Scratch scratch;
-    const LayerPlan& layer = layers_[l];
-    Shape n = shape_;
-    n.layer = layer.kv_layer;
-    const int64_t lane = task / (p_.groups * splits_), group = task / splits_ % p_.groups, part = task % splits_;
-    const int64_t first = part * c_.tokens / splits_, last = (part + 1) * c_.tokens / splits_;
-    const Visible& see = w_.see[window_index(layer.window) * c_.lanes + lane];
-    attend(n, w_.qkv.data(), c_.pool, see, lane, group, first, last, {static_cast<float>(p_.scale), static_cast<float>(p_.softcap), floats(layer.sinks)}, w_.mixed.data(), scratch);
-    if (!p_.gated) return;
-    const int64_t repeat = p_.heads / p_.groups;
-    for (int64_t t = lane * c_.tokens + first; t < lane * c_.tokens + last; ++t)
-      for (int64_t h = group * repeat; h < (group + 1) * repeat; ++h) {
-        float* out = w_.mixed.data() + (t * p_.heads + h) * p_.dim;
-        const float* gate = w_.qkv.data() + t * qkv_ + h * shape_.query_h + p_.dim;
-        int64_t i = 0;
-        for (; i + 8 <= p_.dim; i += 8) store8(out + i, load8(out + i) * sigmoid8(load8(gate + i)));
-        for (; i < p_.dim; ++i) out[i] *= sigmoid8(splat(gate[i]))[0];
-      }
+    const auto gate = [&](int64_t token, int64_t head, int64_t from, int64_t to) {
+      if (!p_.gated) return;
+      float* out = w_.mixed.data() + (token * p_.heads + head) * p_.dim;
+      const float* gate = w_.qkv.data() + token * qkv_ + head * shape_.query_h + p_.dim;
+      int64_t i = from;
+      for (; i + 8 <= to; i += 8) store8(out + i, load8(out + i) * sigmoid8(load8(gate + i)));
+      for (; i < to; ++i) out[i] *= sigmoid8(splat(gate[i]))[0];
+    };
+    const Scores how{static_cast<float>(p_.scale), static_cast<float>(p_.softcap), floats(layer.sinks)};
+    w_.attending.work(phase, chunk, layer.kv_layer, w_.qkv.data(), c_.pool, seen(layer), how, w_.mixed.data(), scratch, gate);
   }
 
   const Call& c_;
@@ -321,7 +323,7 @@ class Stack final : public graphspec::Program {
   const int64_t rows_;
   int threads_ = 1;
   const LayerPlan* layers_;
-  int64_t count_, query_, qkv_, splits_, each_qkv_, each_hidden_;
+  int64_t count_, query_, qkv_, each_qkv_, each_hidden_;
   bool normed_at_end_, tapped_at_end_;
   Shape shape_;
 };
