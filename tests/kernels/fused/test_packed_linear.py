@@ -234,7 +234,7 @@ def test_refuses(change: dict[str, Any], error: type[Exception], word: str) -> N
 
 def test_operators_are_known_to_the_compiler() -> None:
     made, x = weight("int4", 24, 64, 32, torch.bfloat16), torch.randn(2, 3, 64)
-    flatten, operators = Signature(packed_linear).flatten, torch.ops.graphspec
+    flatten, operators = Signature(packed_linear, weight=Packed).flatten, torch.ops.graphspec
     torch.library.opcheck(operators.packed_linear.default, tuple(flatten((x, made), {"config": list(SPLIT.encoded())})))
     torch.library.opcheck(operators.dequantised.default, tuple(Signature(dequantised).flatten((made, x), {})))
 
