@@ -399,7 +399,8 @@ COMMANDS: dict[str, Command] = {
         """\
   variant=eagle3|eagle|p_eagle|dflash|mtp|standalone   the draft
   model=FOLDER                      the target: demo, or a checkpoint with layers like those of Llama (docs/training.md)
-  train.data=[FOLDER,FILE]          text of the kind that will be generated; train.held_out=[...] is never trained on
+  train.data=self                   conversations that a chat model writes alone; or [FOLDER,FILE,CHATS.jsonl]: texts and conversations
+                                    of the kind that will be generated; train.held_out=[...] is never trained on
   train.out=FOLDER                  the finished checkpoint, with its figures in training.json
   train.steps=2000 train.batch=16 train.sequence_length=256    or train.tokens=8000000 in place of steps
   train.dtype=bfloat16 train.lr=0.01 train.schedule=linear|cosine|constant train.checkpoint_steps=50 train.resume=false format=text|json

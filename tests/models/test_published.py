@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from graphspec.config.catalog import resolve_variant
+from graphspec.config.schema import Config, ModelConfig, VariantConfig
 from graphspec.errors import ConfigError, ResourceError
+from graphspec.facts import folders
 from graphspec.facts import published as module
 from graphspec.facts.folders import model_folder
 from graphspec.facts.published import Published, fetch, find_published, published
@@ -87,3 +91,28 @@ def test_what_goes_wrong_is_one_message(
     with pytest.raises(ResourceError, match=message):
         fetch(MODEL)
     assert list(MODEL.fetched.parent.iterdir()) == []
+
+
+def test_a_draft_that_the_package_has_is_found_by_either_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = replace(MODEL, drafts={"eagle3": "demo/eagle3", "mtp": "demo/no_such_folder"})
+    monkeypatch.setattr(folders, "published", lambda: {"tiny": row})
+    eagle3, mtp = resolve_variant("eagle3"), resolve_variant("mtp")
+    for name in ("tiny", "org/tiny"):
+        assert folders.shipped_drafts(name, Path("anywhere")) == ["eagle3"]
+        found = folders.shipped_draft(name, Path("anywhere"), eagle3)
+        assert found is not None and (found / "config.json").is_file() and found.parts[-2:] == ("demo", "eagle3")
+        assert (
+            folders.draft_folder(Config(model=ModelConfig(path=name), variant=VariantConfig(name="eagle3")), eagle3, Path("anywhere"))
+            == found
+        )
+        assert folders.shipped_draft(name, Path("anywhere"), mtp) is None
+    assert folders.shipped_drafts("org/other", Path("anywhere")) == []
+    with pytest.raises(ConfigError, match="tiny comes with drafts for variant=eagle3"):
+        folders.draft_folder(
+            Config(model=ModelConfig(path="tiny"), variant=VariantConfig(name="eagle")), resolve_variant("eagle"), Path("anywhere")
+        )
+
+
+def test_drafts_of_published_models_are_there() -> None:
+    for name, model in published().items():
+        assert folders.shipped_drafts(name, Path("anywhere")) == sorted(model.drafts)
