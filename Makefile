@@ -19,7 +19,7 @@ PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) $(SPREAD)
 KERNELS := 'kernels and not full and not gpu and not browser and not clients'
 BOTH := 'not full and not gpu and not browser and not clients'
 
-.PHONY: help demo test test-kernels test-full test-browser test-clients test-oldest fuzz soak lint format snapshots features gpu-check rehearse-gpu acceptance train-demo bench compare guard wheel clean race docs
+.PHONY: help demo demo-small test test-kernels test-full test-browser test-clients test-oldest fuzz soak lint format snapshots features gpu-check rehearse-gpu acceptance train-demo bench compare guard wheel clean race docs
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -32,7 +32,11 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## stream a text, draw what was drafted, compare speeds with and without speculation
+MODEL ?= smollm2
+demo: $(STAMP) ## a real model answers; what was drafted; speeds with and without speculation. Fetches it (93 MB) where there is a network
+	if $(BIN)/graphspec fetch $(MODEL) > /dev/null; then $(BIN)/graphspec demo; else $(BIN)/graphspec demo experiment=demo_chain; fi
+
+demo-small: $(STAMP) ## the same in brief with a code model that comes with the package
 	$(BIN)/graphspec demo experiment=demo_chain
 
 test: $(STAMP) ## what protects most, in minutes

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..api.llm import LLM
     from ..api.outputs import Output
     from ..engine.request import SamplingParams
+    from ..text.tokenizer import Conversation
 
 DEMO_REPEATS = 3
 DEMO_WIDTH = 80
@@ -213,7 +214,9 @@ def eager_engine(config: Config, prompt: str, threads: int) -> LLM:
     return LLM.from_config(small, progress=False)
 
 
-def measure(engines: dict[str, LLM], prompt: str, params: SamplingParams) -> tuple[dict[str, float], dict[str, Output]]:
+def measure(
+    engines: dict[str, LLM], prompt: str | Conversation, params: SamplingParams, repeats: int = DEMO_REPEATS
+) -> tuple[dict[str, float], dict[str, Output]]:
     """Median decode speed and last output per engine; the first run of each warms it up, then they take turns.
 
     Raises:
@@ -221,7 +224,7 @@ def measure(engines: dict[str, LLM], prompt: str, params: SamplingParams) -> tup
     """
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     outputs: dict[str, Output] = {}
-    for repeat in range(DEMO_REPEATS + 1):
+    for repeat in range(repeats + 1):
         for name, llm in engines.items():
             [output] = llm.generate(prompt, params)
             if output.finish_reason == "error":

