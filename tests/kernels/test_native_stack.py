@@ -144,13 +144,14 @@ class Scene:
         )  # fmt: skip
 
 
-def scene(model: ModelFacts, *, tree: bool, lanes: int = 2, tokens: int = 7, layers: int = 3, shift: int = 0) -> Scene:
-    """A last token that is not valid, and otherwise a chain: each row sees the tokens before it."""
+def scene(model: ModelFacts, *, tree: bool, lanes: int = 2, tokens: int = 7, layers: int = 3, shift: int = 0, before: int = 0) -> Scene:
+    """A last token that is not valid, and otherwise a chain: each row sees the tokens before it. `before`: slots more that it sees."""
     generator = torch.Generator().manual_seed(lanes + tokens)
-    pages = lanes * COLUMNS + 1
-    table = (torch.randperm(pages - 1, generator=generator) + 1).view(lanes, COLUMNS).to(torch.int32)
+    columns = COLUMNS + -(-before // PAGE)
+    pages = lanes * columns + 1
+    table = (torch.randperm(pages - 1, generator=generator) + 1).view(lanes, columns).to(torch.int32)
     pool = torch.randn(layers, 2, pages, PAGE, model.num_kv_heads, model.head_dim, generator=generator)
-    end = torch.tensor([17, 6, 30, 1])[:lanes]
+    end = before + torch.tensor([17, 6, 30, 1])[:lanes]
     offset = torch.arange(tokens).expand(lanes, tokens)
     valid = offset < tokens - 1
     words = ((1 << (offset + 1)) - 1).masked_fill(~valid, 0)[..., None] if tree else None
@@ -229,14 +230,15 @@ def test_a_draft_equals_its_reference(name: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral, as wide as a tree", "gated, a part rotated", "odd sizes"])
-def test_a_row_has_the_same_bits_alone_in_a_tree_in_a_chunk_and_in_any_batch(family: str) -> None:
+@pytest.mark.parametrize("before", [0, 600])
+def test_a_row_has_the_same_bits_alone_in_a_tree_in_a_chunk_and_in_any_batch(family: str, before: int) -> None:
     model = facts(**FAMILIES[family])
     ours = packed(fill(Decoder(model, (1,), 64)))
     results = []
     for count in (1, 2, 4):
         torch.set_num_threads(count)
         for tree in (True, False):
-            at = scene(model, tree=tree, lanes=3, tokens=20)
+            at = scene(model, tree=tree, lanes=3, tokens=20, before=before)
             attention = at.attention()
             hidden, taps = ours(at.token, attention)
             results.append((hidden, taps, ours.logits(hidden), attention.kv_pool[:, :, 1:]))

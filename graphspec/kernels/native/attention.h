@@ -296,7 +296,9 @@ inline int by_quads(int q, int count, F&& f) {
   if (count - q >= 8) return f(std::integral_constant<int, 8>()), 8;
 #endif
   if (count - q >= 4) return f(std::integral_constant<int, 4>()), 4;
+#ifdef __AVX2__
   if (count - q == 3) return f(std::integral_constant<int, 3>()), 3;
+#endif
   if (count - q >= 2) return f(std::integral_constant<int, 2>()), 2;
   return f(std::integral_constant<int, 1>()), 1;
 }
@@ -449,13 +451,18 @@ class Attending {
 
  private:
   static constexpr int64_t LONG = 16, LEAST = 8;  // blocks of keys: from which two phases pay, and in one piece
+#ifdef __AVX2__
+  static constexpr bool FAST = true;
+#else
+  static constexpr bool FAST = false;  // arithmetic takes longer than reading
+#endif
 
   int64_t longest(const Visible* see) const {
     int64_t most = 0;
     for (int64_t lane = 0; lane < n_.lanes; ++lane) most = std::max(most, see[lane].blocks());
     return most;
   }
-  bool rows(const Visible* see) const { return each_ <= QUERIES && longest(see) >= LONG; }
+  bool rows(const Visible* see) const { return FAST && each_ <= QUERIES && longest(see) >= LONG; }
   int64_t pieces() const { return threads_ == 1 ? 1 : (2 * threads_ + n_.lanes * bands_ - 1) / (n_.lanes * bands_); }
   int64_t key_parts(const Visible* see) const { return std::min(pieces(), longest(see) / LEAST); }
   int64_t column_parts() const { return std::min(pieces(), band_ * (n_.dim / unit_)); }
