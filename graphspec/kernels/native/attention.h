@@ -450,7 +450,7 @@ class Attending {
   }
 
  private:
-  static constexpr int64_t LONG = 16, LEAST = 8;  // blocks of keys: from which two phases pay, and in one piece
+  static constexpr int64_t LONG = 32, LEAST = 8;  // blocks of keys: from which two phases pay, and in one piece
 #ifdef __AVX2__
   static constexpr bool FAST = true;
 #else
