@@ -369,6 +369,20 @@ def test_help_and_configuration_need_no_torch(words, part, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_without_arguments_there_are_five_things_to_try():
+    """Every one is a command that composes; groups follow a command's own keys in its help."""
+    from graphspec.config.compose import load_config
+
+    result = shell()
+    tried = [line.strip().split("  ")[0].split() for line in result.stdout.splitlines() if line.startswith("  graphspec ")]
+    assert (result.returncode, len(tried)) == (0, 5)
+    for _, command, *words in tried:
+        assert command in cli.COMMANDS
+        load_config(*(word for word in words if "=" in word and not word.startswith("prompt=")))
+    own = shell("chat", "--help").stdout
+    assert own.index("system=TEXT") < own.index("groups (GROUP=CHOICE")
+
+
 def test_bad_words_next_to_a_flag_are_explained_too():
     result = shell("generate", "--cfg", "job", "variant.topkk=1")
     assert result.returncode == 2
