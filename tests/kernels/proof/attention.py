@@ -12,9 +12,9 @@ from tests.kernels.proof.calls import AotCase, aot_case
 AOT: dict[str, tuple[AotCase, ...]] = {}
 
 
-def _chunk_attention(name: str, tokens: int, heads: int = 32, dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> AotCase:
+def _chunk_attention(name: str, tokens: int, heads: int = 32, dim: int = 128, dtype: torch.dtype = torch.bfloat16, **more: Any) -> AotCase:
     sizes, pool = {"B": 1, "T": tokens, "Q": heads, "D": dim, "P": 256}, (dtype, 32, 2, 1025, 16, 8, dim)
-    return aot_case(name, "chunk_attention", sizes, query_BTQD=dtype, kv_pool=pool, layer=31, scale=dim**-0.5)
+    return aot_case(name, "chunk_attention", sizes, query_BTQD=dtype, kv_pool=pool, layer=31, scale=dim**-0.5, **more)
 
 
 AOT["chunk_attention"] = (
@@ -23,6 +23,8 @@ AOT["chunk_attention"] = (
     _chunk_attention("f32-c512", 512, dtype=torch.float32),
     _chunk_attention("d64-c512", 512, dim=64),
     _chunk_attention("d256-c512", 512, heads=16, dim=256),
+    _chunk_attention("gpt-oss-c512", 512, heads=64, dim=64, sink_Q=torch.float32),
+    _chunk_attention("gemma-2-c512", 512, heads=16, dim=256, softcap=50.0),
 )
 
 
@@ -116,10 +118,12 @@ AOT["rope_kv_write"] = (
 )
 
 
-def _tree_attention(name: str, lanes: int, tokens: int, heads: int = 32, dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> AotCase:
+def _tree_attention(
+    name: str, lanes: int, tokens: int, heads: int = 32, dim: int = 128, dtype: torch.dtype = torch.bfloat16, **more: Any
+) -> AotCase:
     sizes = {"B": lanes, "T": tokens, "Q": heads, "D": dim, "P": 256, "X": triton.cdiv(tokens, 64)}
     pool = (dtype, 32, 2, 1025, 16, 8, dim)
-    return aot_case(name, "tree_attention", sizes, query_BTQD=dtype, kv_pool=pool, layer=31, scale=dim**-0.5)
+    return aot_case(name, "tree_attention", sizes, query_BTQD=dtype, kv_pool=pool, layer=31, scale=dim**-0.5, **more)
 
 
 AOT["tree_attention"] = (
@@ -132,6 +136,8 @@ AOT["tree_attention"] = (
     _tree_attention("d64-t8", 1, 8, dim=64),
     _tree_attention("d80-t8", 1, 8, dim=80),
     _tree_attention("d256-t8", 1, 8, heads=16, dim=256),
+    _tree_attention("gpt-oss-t8", 1, 8, heads=64, dim=64, sink_Q=torch.float32),
+    _tree_attention("gemma-2-t8", 1, 8, heads=16, dim=256, softcap=50.0),
     _tree_attention("f32-t8", 1, 8, dtype=torch.float32),
     _tree_attention("f32-d256-t8", 1, 8, heads=16, dim=256, dtype=torch.float32),
 )
