@@ -160,7 +160,7 @@ class HostPath:
 
     def _add(self) -> None:
         prototype = self._next
-        fresh = replace(prototype, index=len(self.requests), prompt=list(prototype.prompt), output=[], logprobs=[], pages=[], page_keys=[])
+        fresh = replace(prototype, index=len(self.requests), prompt=list(prototype.prompt), output=[], logprobs=[], page_keys=[])
         fresh.metrics = type(prototype.metrics)()
         self.requests.append(fresh)
         self.scheduler.add(fresh)

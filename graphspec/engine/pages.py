@@ -148,13 +148,13 @@ class PrefixCache:
         """
         leaders: list[Request] = []
         for request in reading:
-            if not request.begins or not any(self._will_fill(other, request) for other in leaders):
+            if not request.row.begins or not any(self._will_fill(other, request) for other in leaders):
                 leaders.append(request)
         return leaders
 
     def _will_fill(self, other: Request, request: Request) -> bool:
         """Whether ``other`` has, or is about to fill, the first page that ``request`` lacks."""
-        index = request.shared
+        index = request.row.shared
         if index >= self._findable(request, request.committed) or index >= (other.committed - self._lookahead) // self.plan.page_size:
             return False
         return self._key(other, index) == self._key(request, index)
@@ -167,20 +167,22 @@ class PrefixCache:
 
     def begin_after(self, request: Request, pages: int) -> None:
         """Start the prefill of a row after its first ``pages`` pages, which other requests have filled."""
-        request.shared = request.mapped = request.published = pages
-        request.publish_at = 0
-        request.prefilled = request.shared_tokens = pages * self.plan.page_size
+        row = request.row
+        row.shared = row.mapped = row.published = pages
+        row.publish_at = 0
+        row.prefilled = row.shared_tokens = pages * self.plan.page_size
         if not request.output:
-            request.metrics.cached_tokens = request.prefilled
+            request.metrics.cached_tokens = row.prefilled
 
     def take_over(self, request: Request) -> None:
         """Replace pages of a row that has read nothing yet by pages that others have filled meanwhile."""
-        shared = self.find(request, request.committed)[request.shared :]
+        row = request.row
+        shared = self.find(request, request.committed)[row.shared :]
         if shared:
-            upto = request.shared + len(shared)
+            upto = row.shared + len(shared)
             self.allocator.retain(shared)
-            self.allocator.release(request.pages[request.shared : upto])
-            request.pages[request.shared : upto] = shared
+            self.allocator.release(row.pages[row.shared : upto])
+            row.pages[row.shared : upto] = shared
             self.begin_after(request, upto)
 
     def publish_prompt(self, request: Request, end: int) -> None:
@@ -192,20 +194,22 @@ class PrefixCache:
 
         Sets ``publish_at``, the length of the output from which the next page can be published.
         """
+        row = request.row
         if not self.plan.prefix_cache:
-            request.publish_at = math.inf
+            row.publish_at = math.inf
             return
         unread = self._unread + self._lookahead
         self._publish(request, request.committed - unread)
-        request.publish_at = (request.published + 1) * self.plan.page_size + unread - len(request.prompt) + 1
+        row.publish_at = (row.published + 1) * self.plan.page_size + unread - len(request.prompt) + 1
 
     def _publish(self, request: Request, final: int) -> None:
         """Publish the pages within the first ``final`` tokens of a request, whose KV is not written again."""
         if not self.plan.prefix_cache:
             return
-        for index in range(request.published, final // self.plan.page_size):
-            self.allocator.keep(request.pages[index], self._key(request, index))
-            request.published = index + 1
+        row = request.row
+        for index in range(row.published, final // self.plan.page_size):
+            self.allocator.keep(row.pages[index], self._key(request, index))
+            row.published = index + 1
 
     def _key(self, request: Request, index: int) -> bytes:
         """Key of a page of the request. All of its tokens, and the Y after it, must be known."""

@@ -67,25 +67,25 @@ def choose_prefill(prompts: Sequence[tuple[int, int]], keys: Sequence[PrefillKey
 
 
 def prompt_message(plan: Plan, lengths: Mapping[Request, int]) -> Message:
-    """The message of a launch that reads the next tokens of some rows, ``lengths`` of each; updates ``prefilled`` of their requests.
+    """The message of a launch that reads the next tokens of some rows, ``lengths`` of each; updates ``prefilled`` of the rows.
 
     The first message of a row also carries the request's sampling parameters.
     """
     rows, chunks, joins, pages, shared = [], [], [], [], []
     for request, length in lengths.items():
-        assert request.row is not None
-        start, total = request.prefilled, request.committed
+        row = request.row
+        start, total = row.prefilled, request.committed
         end = start + length
         known_root = request.output[-1] if request.output else -1
-        rows.append(request.row)
-        chunks.append(Chunk(request.known(start, end), start, total, known_root, request.shared_tokens, len(request.prompt)))
-        if request.begins:
-            joins.append(_join(plan, request, request.row))
-            if request.shared:
-                shared.append(SharedPages(request.row, request.pages[: request.shared], request.known(0, start)))
-        upto = len(request.pages) if end == total else plan.pages_for(end)
-        pages += [(request.row, column, request.pages[column]) for column in range(request.mapped, upto)]
-        request.prefilled, request.mapped = end, upto
+        rows.append(row.index)
+        chunks.append(Chunk(request.known(start, end), start, total, known_root, row.shared_tokens, len(request.prompt)))
+        if row.begins:
+            joins.append(_join(plan, request, row.index))
+            if row.shared:
+                shared.append(SharedPages(row.index, row.pages[: row.shared], request.known(0, start)))
+        upto = len(row.pages) if end == total else plan.pages_for(end)
+        pages += [(row.index, column, row.pages[column]) for column in range(row.mapped, upto)]
+        row.prefilled, row.mapped = end, upto
     return Message(rows, pages=pages, joins=joins, chunks=chunks, shared=shared)
 
 
@@ -138,15 +138,15 @@ class RowParameters:
 
     def prepare(self, request: Request, length: int, sampling: SamplingClass) -> None:
         """Clear and write the row parameters that the next chunk, of ``length`` tokens and in a program of this class, reads."""
-        assert request.row is not None
-        if request.begins:
-            self._clear_leftovers(request, request.row, sampling)
-        tables = row_tables(request, request.known(0, request.committed), self._plan) if request.begins else {}
-        if request.scoring:
-            end = request.prefilled + length
+        row = request.row
+        if row.begins:
+            self._clear_leftovers(request, row.index, sampling)
+        tables = row_tables(request, request.known(0, request.committed), self._plan) if row.begins else {}
+        if row.scoring:
+            end = row.prefilled + length
             tables["following_token_R"] = np.asarray([*request.known(end, end + 1), -1][0])
         if tables and self._write is not None:
-            self._write(request.row, tables)
+            self._write(row.index, tables)
 
     def _clear_leftovers(self, request: Request, row: int, sampling: SamplingClass) -> None:
         """Clear the parameters of the row's last request that neither a join of this class nor the request's tables overwrite."""

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import reduce, wraps
 from itertools import islice
 from operator import or_
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 from ..config.checks import INT32_MOST, brief, check_fields, cut, in_range, usable_temperature
 from ..config.hints import hint_for_sampling
@@ -295,8 +295,61 @@ class OutputGrammar(Grammar, Protocol):
 
 
 @dataclass(slots=True, eq=False)
+class RowState:
+    """What exists only while a request holds a row. A request that leaves its row drops this, and gets a new one with its next row."""
+
+    index: int
+    """The row of the device's tables."""
+    pages: list[int]
+    """Pages of the KV pools, in order of position."""
+    scoring: bool
+    """The prompt's tokens are scored while the row is filled."""
+    ready: bool = False
+    """Its prefill has been launched to the end."""
+    prefilled: int = 0
+    """Tokens that the prefill launches so far read, those of shared pages included."""
+    shared: int = 0
+    """Its first pages that other requests had filled."""
+    shared_tokens: int = 0
+    """Tokens in those pages."""
+    mapped: int = 0
+    """Pages that messages have put into the page table."""
+    published: int = 0
+    """How many of its first pages are published, or were taken over from other requests: nothing writes into them."""
+    publish_at: float = 0
+    """Length of the output from which one more page can be (:meth:`graphspec.engine.pages.PrefixCache.publish_output`)."""
+    last_ticket: int = -1
+    """Number of the last launch that contains the row."""
+    queued_cycles: int = 0
+    """Cycles that were launched and not read."""
+    window_bound: int = 1
+    """Most entries its window can have on the device after all launches so far; counted only if plain cycles let it grow."""
+
+    @property
+    def begins(self) -> bool:
+        """The row has read nothing yet."""
+        return self.prefilled == self.shared_tokens
+
+
+class _NoRow(RowState):
+    """Has no state: reading or writing any of it raises AttributeError."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        pass
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name} of a request without a row")
+
+
+NO_ROW: Final = _NoRow()
+"""The row of a request that holds none."""
+
+
+@dataclass(slots=True, eq=False)
 class Request:
-    """One request inside the engine."""
+    """One request inside the engine: what its caller asked, and what came out."""
 
     index: int
     prompt: list[int]
@@ -329,44 +382,19 @@ class Request:
     refusal: GraphspecError | None = None
     """The error of a request that can't be served."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    row: int | None = None
-    pages: list[int] = field(default_factory=list)
-    last_ticket: int = -1
-    queued_cycles: int = 0
-    window_bound: int = 1
-    """Most entries its window can have on the device after all launches so far; counted only if plain cycles let it grow."""
+    row: RowState = NO_ROW
+    """Its row; :data:`NO_ROW`: it waits for one, or has ended and left it."""
     arrival: int = 0
     """Place in the order of arrival; set by the scheduler."""
     overtaken: int = 0
     """Later requests that were admitted while it has been waiting."""
-    prefilled: int = 0
-    """Tokens of its row that the prefill launches so far read."""
-    shared: int = 0
-    """Pages of its row that other requests had filled when it took the row."""
-    scoring: bool = False
-    """Its prompt's tokens are scored while its row is filled."""
-    shared_tokens: int = 0
-    """Tokens in those pages."""
-    mapped: int = 0
-    """Pages of its row that messages have put into the page table."""
-    ready: bool = False
-    """Its prefill has been launched to the end."""
     preempted: int = 0
     sampling: SamplingClass = GREEDY
     """What it asks of the sampler; set by the scheduler."""
     page_keys: list[bytes] = field(default_factory=list)
     """Keys of its first full pages (:mod:`graphspec.engine.pages`), computed from its tokens."""
-    published: int = 0
-    """How many of its first pages are published, or were taken over from other requests: nothing writes into them."""
-    publish_at: float = 0
-    """Length of the output from which one more page can be (:meth:`graphspec.engine.pages.PrefixCache.publish_output`)."""
     pending_end: tuple[int, int] | None = None
     """``(output length, status)`` of the run that ends it, written before the run's tokens, in case an error strikes in between."""
-
-    def leave_row(self) -> None:
-        """Give up row and pages; it must be prefilled before it continues."""
-        self.row, self.pages, self.ready = None, [], False
-        self.shared = self.shared_tokens = self.prefilled = self.mapped = self.published = self.publish_at = 0
 
     def precedence(self) -> tuple[int, int]:
         """Sort key: requests with lower ones are served first, and preempted last."""
@@ -381,19 +409,13 @@ class Request:
         self.params = self.params.resolve()
         self.seed = secrets.randbits(64) if self.params.seed is None else self.params.seed
 
-    def begin(self, row: int, pages: list[int]) -> None:
-        """Take a row and pages."""
-        self.row, self.pages = row, pages
+    def begin(self, index: int, pages: list[int]) -> None:
+        """Take a row and pages. The row must be prefilled before the request continues."""
+        self.row = RowState(index, pages, self.scores_prompt)
         self.metrics.admitted = self.metrics.admitted or time.perf_counter()
-        self.scoring = self.scores_prompt
-        if self.scoring:
+        if self.row.scoring:
             # Drop those of an unfinished prefill.
             self.prompt_logprobs = []
-
-    @property
-    def begins(self) -> bool:
-        """Its row has read nothing yet."""
-        return self.prefilled == self.shared_tokens
 
     @property
     def scores_prompt(self) -> bool:

@@ -23,7 +23,7 @@ from .meter import Meter
 from .pages import PageAllocator, PrefixCache
 from .prefill import RowParameters, Table, choose_prefill, prompt_message
 from .proposer import Proposer, with_forced
-from .request import Request
+from .request import NO_ROW, Request
 
 FINISH_REASONS = {Status.STOPPED: "stop", Status.LENGTH: "length", Status.FAILED: "error"}
 
@@ -152,8 +152,7 @@ class Scheduler:
         self._aborts = list(range(self.plan.max_rows))
         self._rows.forget()
         for request in held:
-            request.leave_row()
-            request.queued_cycles, request.window_bound = 0, 1
+            request.row = NO_ROW
             del request.logprobs[len(request.output) :]
             self._report(request)
         for request in tuple(self._live):
@@ -187,7 +186,7 @@ class Scheduler:
             while self._tickets and self._host_needs_roots():
                 self._read_oldest()
         if (lanes := self._ready) is None:
-            lanes = self._ready = [r for r in self.running if r.ready]
+            lanes = self._ready = [r for r in self.running if r.row.ready]
         launched = (bool(lanes) and self._launch_cycle(lanes)) or launched
         while self._tickets and (len(self._tickets) > self.plan.run_ahead or not launched):
             self._read_oldest()
@@ -202,7 +201,7 @@ class Scheduler:
             return True
         if self._programs is not None:
             return self._programs.sampling.grammar
-        return any(request.grammar is not None and request.ready for request in self.running)
+        return any(request.grammar is not None and request.row.ready for request in self.running)
 
     def _follow(self, lanes: Sequence[Request]) -> bool:
         """Advance the grammars of these rows to the end of their outputs. False: a grammar refused a token, and its row has ended."""
@@ -243,19 +242,19 @@ class Scheduler:
         them together take no longer than a single launch of the allowed number of tokens.
         """
         launched, spent = False, 0
-        while reading := [request for request in self.running if not request.ready]:
+        while reading := [request for request in self.running if not request.row.ready]:
             decoding = len(reading) < len(self.running)
             # While no row decodes, nothing waits for the prompts.
             most = self.plan.prefill_tokens_per_cycle if decoding else max(self.plan.prefill_tokens_per_cycle, self.plan.prefill_chunks[-1])
             for request in reading:
-                if request.begins:
+                if request.row.begins:
                     self.prefix.take_over(request)
             reading = self.prefix.leaders(sorted(reading, key=Request.precedence))
             # The class is the first request's. Requests that need more wait until they are first.
-            need = {request: request.sampling if request.scoring else request.sampling.of_cycles for request in reading}
+            need = {request: request.sampling if request.row.scoring else request.sampling.of_cycles for request in reading}
             programs = self._prepared.choose(need[reading[0]], 1)
             covered = [request for request in reading if need[request] | programs.sampling == programs.sampling]
-            left = [(request.prefilled, request.committed) for request in covered]
+            left = [(request.row.prefilled, request.committed) for request in covered]
             chosen = choose_prefill(left, programs.prefills, most - spent)
             if chosen is None:
                 break
@@ -273,11 +272,13 @@ class Scheduler:
         if key.sampling.grammar:
             self._follow(tuple(lengths))
             message.grammars = [request.grammar for request in lengths]
-        self._launch(key, message, tuple(lengths))
+        number = self._launch(key, message, tuple(lengths))
         for request in lengths:
-            self.prefix.publish_prompt(request, request.prefilled)
-            if request.prefilled == request.committed:
-                request.ready, request.window_bound = True, 1
+            row = request.row
+            row.last_ticket = number
+            self.prefix.publish_prompt(request, row.prefilled)
+            if row.prefilled == request.committed:
+                row.ready = True
                 self._programs = self._ready = None
 
     def _launch_cycle(self, lanes: list[Request]) -> bool:
@@ -288,7 +289,7 @@ class Scheduler:
         widest = programs.buckets[-1]
         if len(lanes) > widest:
             # The rows that have waited longest, in their usual order.
-            chosen = sorted(lanes, key=lambda request: request.last_ticket)[:widest]
+            chosen = sorted(lanes, key=lambda request: request.row.last_ticket)[:widest]
             lanes = [request for request in lanes if request in chosen]
         if programs.sampling.grammar and not self._follow(lanes):
             return False
@@ -296,19 +297,22 @@ class Scheduler:
         for request in lanes:
             if not self._reserve(request, message):
                 return False
-        message.lanes = [r.row for r in lanes if r.row is not None]
+        message.lanes = [request.row.index for request in lanes]
         if programs.sampling.grammar:
             message.grammars = [request.grammar for request in lanes]
         if self.proposer is not None:
             message.trees = with_forced(lanes, self.proposer.propose(lanes), self.plan.shape.num_steps)
         key = self._next_cycle(lanes, programs)
-        self._launch(key, message, tuple(lanes))
+        number = self._launch(key, message, tuple(lanes))
         for request in lanes:
-            request.queued_cycles += 1
+            row = request.row
+            row.last_ticket = number
+            row.queued_cycles += 1
         if programs.catch_ups:
             depth = key.shape.num_steps
             for request in lanes:
-                request.window_bound = request.window_bound + 1 if depth == 0 and not key.catch_up else depth + 1
+                row = request.row
+                row.window_bound = row.window_bound + 1 if depth == 0 and not key.catch_up else depth + 1
         return True
 
     def _next_cycle(self, lanes: list[Request], programs: ClassPrograms) -> GraphKey:
@@ -325,22 +329,22 @@ class Scheduler:
                 raise ConfigError(f"draft depth of {bucket} lanes", "one of " + ", ".join(map(str, self.plan.depths_of(bucket))), depth)
             key = programs.cycles[bucket, depth]
         if programs.catch_ups:
-            widest = max(request.window_bound for request in lanes)
+            widest = max(request.row.window_bound for request in lanes)
             if widest > (self.plan.accept_width if key.shape.num_steps else self.plan.window_capacity - 1):
                 return programs.catch_ups[bucket]
         return key
 
     def _reserve(self, request: Request, message: Message) -> bool:
         """Reserve pages for everything the next cycle may touch in this row. False: rows changed, so the launch must be composed again."""
-        most = len(request.prompt) + len(request.output) + request.queued_cycles * self.plan.accept_width + self.plan.window_width
+        row = request.row
+        most = len(request.prompt) + len(request.output) + row.queued_cycles * self.plan.accept_width + self.plan.window_width
         # A cheap upper bound first: usually the row has enough pages even for that.
-        if most <= len(request.pages) * self.plan.page_size or (missing := self._missing(request)) == 0:
+        if most <= len(row.pages) * self.plan.page_size or (missing := self._missing(request)) == 0:
             return True
         pages = self.allocator.allocate(missing)
         if pages is not None:
-            assert request.row is not None
-            message.pages += [(request.row, len(request.pages) + i, page) for i, page in enumerate(pages)]
-            request.pages += pages
+            message.pages += [(row.index, len(row.pages) + i, page) for i, page in enumerate(pages)]
+            row.pages += pages
             return True
         if self._tickets:
             self.drain()
@@ -351,17 +355,18 @@ class Scheduler:
 
     def _missing(self, request: Request) -> int:
         """Pages that the row lacks for its next cycle if every unread cycle commits its longest run."""
-        ahead = min(request.committed + request.queued_cycles * self.plan.accept_width, len(request.prompt) + request.budget)
+        row = request.row
+        ahead = min(request.committed + row.queued_cycles * self.plan.accept_width, len(request.prompt) + request.budget)
         end = ahead + self.plan.window_width
-        return 0 if end <= len(request.pages) * self.plan.page_size else self.plan.pages_for(end) - len(request.pages)
+        return 0 if end <= len(row.pages) * self.plan.page_size else self.plan.pages_for(end) - len(row.pages)
 
     def _return_pages(self, message: Message) -> None:
         """Undo the page-table entries of a message that is not sent, and release their pages."""
-        by_row = {r.row: r for r in self.running}
+        held = {r.row.index: r.row.pages for r in self.running}
         for row, _, page in reversed(message.pages):
-            owner = by_row.get(row)
-            if owner is not None and owner.pages and owner.pages[-1] == page:
-                owner.pages.pop()
+            pages = held.get(row)
+            if pages and pages[-1] == page:
+                pages.pop()
                 self.allocator.release([page])
 
     def _preempt(self) -> None:
@@ -376,16 +381,16 @@ class Scheduler:
         last.preempted += 1
         self.waiting.add(last)
 
-    def _launch(self, key: Key, message: Message, lanes: tuple[Request, ...]) -> None:
+    def _launch(self, key: Key, message: Message, lanes: tuple[Request, ...]) -> int:
+        """The launch's number, which the caller notes in the rows."""
         if self._aborts:
-            rows = {r.row for r in self.running}
+            rows = {r.row.index for r in self.running}
             message.aborts = [row for row in self._aborts if row not in rows][: self.plan.max_rows]
             self._aborts = []
         self.step_requests = lanes
         number = self.launcher.launch(key, message)
-        for request in lanes:
-            request.last_ticket = number
         self._tickets.append(Ticket(number, lanes, key, time.perf_counter()))
+        return number
 
     def _make_room(self) -> None:
         """Read until the ring has room for one more launch. Only prompt chunks need this: a step always leaves room for the next cycle."""
@@ -410,17 +415,16 @@ class Scheduler:
                     len(tokens) - 1 for r, tokens, status in results if tokens and status == Status.LIVE and r.depth_of(depth) == depth
                 ]
                 self.policy.observe(ticket.key.bucket, depth, whole)
-        for lane, request in enumerate(ticket.lanes):
-            request.queued_cycles -= depth is not None
+        for request, tokens, status in zip(ticket.lanes, entry.tokens, entry.status, strict=True):
+            request.row.queued_cycles -= depth is not None
             if request.finish_reason is None:
-                tokens, status = entry.tokens[lane], entry.status[lane]
                 if request.stops is not None:
                     tokens, status = request.stops.cut(request.output, tokens, status)
                 if entry.logprobs is not None:
-                    request.note_logprobs(tokens, entry.logprobs[lane])
+                    request.note_logprobs(tokens, entry.logprobs[ticket.lanes.index(request)])
                 self._take(request, tokens, status, depth, now)
         if self._leaving:
-            for request in [r for r in self._leaving if r.last_ticket <= ticket.number]:
+            for request in [r for r in self._leaving if r.row.last_ticket <= ticket.number]:
                 self._leaving.remove(request)
                 self._free_row(request)
 
@@ -430,7 +434,7 @@ class Scheduler:
             request.pending_end = len(request.output) + len(tokens), status
         if tokens:
             request.output += tokens
-            if len(request.output) >= request.publish_at:
+            if len(request.output) >= request.row.publish_at:
                 self.prefix.publish_output(request)
             if self.proposer is not None:
                 self.proposer.observe(request, len(tokens))
@@ -473,8 +477,7 @@ class Scheduler:
         self._updated[request] = None
 
     def _free_row(self, request: Request) -> None:
-        assert request.row is not None
-        self._aborts.append(request.row)
-        self._free_rows.append(request.row)
-        self.allocator.release(request.pages)
-        request.leave_row()
+        row, request.row = request.row, NO_ROW
+        self._aborts.append(row.index)
+        self._free_rows.append(row.index)
+        self.allocator.release(row.pages)

@@ -203,7 +203,7 @@ def test_the_drafters_cache_is_that_of_a_run_that_never_paused(structure: str) -
         # The paused run ends right after its last pass over a full window.
         while len(request.output) < needed or (len(script) > 1 and not launches.keys[-1].catch_up):
             scheduler.step()
-        row = request.row
+        row = request.row.index
         seen = int(cycle.arena["seq_len_R"][row]) - int(cycle.arena["window_len_R"][row])
         slot = torch.arange(plan.variant.shift, seen + 1)
         page = cycle.arena["page_table_RP"][row].long()[slot // plan.page_size]

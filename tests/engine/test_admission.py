@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from graphspec.api.arguments import set_call_options
 from graphspec.engine.admission import LOOK_AHEAD, MOST_OUTRANKED, MOST_OVERTAKEN, Queue
-from graphspec.engine.request import Request, SamplingParams
+from graphspec.engine.request import NO_ROW, Request, SamplingParams
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import RequestError, ResourceError
 from graphspec.shapes import GREEDY
@@ -158,7 +158,7 @@ def test_a_small_request_does_not_wait_for_pages_that_a_large_one_lacks() -> Non
         case.scheduler.add(one)
     for _ in range(3):
         case.scheduler.step()
-    assert (first.row is not None, large.row, small.row is not None) == (True, None, True)
+    assert (first.row is NO_ROW, large.row is NO_ROW, small.row is NO_ROW) == (False, True, False)
     while case.scheduler.busy:
         case.scheduler.step()
     assert [len(one.output) for one in case.requests] == [6] * 3

@@ -15,7 +15,7 @@ from graphspec.config.catalog import PLAIN_DECODING
 from graphspec.config.schema import AdaptiveConfig, Config, RuntimeConfig
 from graphspec.drafters.ngram_trie.proposer import TrieProposer
 from graphspec.engine.pages import PageAllocator, PrefixCache
-from graphspec.engine.request import Request
+from graphspec.engine.request import NO_ROW, Request
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import ConfigError
 from graphspec.facts import RopeFacts
@@ -192,14 +192,14 @@ def test_an_interrupted_step_forgets_the_pages() -> None:
     request = bench.add(prompt)
     with pytest.raises(RuntimeError):
         bench.scheduler.step()
-    assert request.published > 0
+    assert request.row.published > 0
     # What the interrupted launch left in the pages is not known.
     for pool in pools(bench.cycle):
         pool.fill_(float("nan"))
     bench.fails = False
     bench.cycle.reset()
     bench.scheduler.recover()
-    assert len(bench.scheduler.allocator._key_of) == request.published == 0
+    assert len(bench.scheduler.allocator._key_of) == 0 and request.row is NO_ROW
     while bench.scheduler.busy:
         bench.scheduler.step()
     assert (request.output, request.metrics.cached_tokens) == (wanted, 0)

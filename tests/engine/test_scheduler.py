@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphspec.api.request_checks import check_prompt
-from graphspec.engine.request import Request, SamplingParams
+from graphspec.engine.request import NO_ROW, Request, SamplingParams
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import RequestError
 from graphspec.graphs.cycle import RingEntry
@@ -263,7 +263,7 @@ class Case:
         assert len(ended) == len(set(ended)), "a request ends once"
         for request in self.requests:
             tokens, reason = expected(self.device.scripts[request.index], request.budget)
-            assert (request.row, request.pages, request.queued_cycles) == (None, [], 0)
+            assert request.row is NO_ROW
             if request.finish_reason in ("memory", "abort"):
                 assert request.output == tokens[: len(request.output)]
             else:
@@ -357,3 +357,18 @@ def test_chunks_are_the_largest_size_and_a_rest() -> None:
     assert chunked(0, 16, (8, 16)) == [(0, 16)]
     assert chunked(0, 17, (8, 16)) == [(0, 16), (16, 1)]
     assert chunked(0, 40, (8, 16)) == [(0, 16), (16, 16), (32, 8)]
+
+
+def test_a_request_without_a_row_has_no_state_of_a_row() -> None:
+    request = Request(index=0, prompt=[1], params=SamplingParams(), stop_ids=(), budget=1)
+    with pytest.raises(AttributeError):
+        _ = request.row.pages
+    with pytest.raises(AttributeError, match="prefilled"):
+        request.row.prefilled = 1
+    request.begin(2, [5, 6])
+    row = request.row
+    row.prefilled = row.queued_cycles = 3
+    request.row = NO_ROW
+    request.begin(1, [7])
+    assert (request.row.index, request.row.pages, request.row.prefilled, request.row.queued_cycles) == (1, [7], 0, 0)
+    assert row.pages == [5, 6]

@@ -58,10 +58,11 @@ class Poisoner:
             return
         size = cycle.plan.page_size
         for request in self.schedulers[-1].running:
-            if request.row not in message.lanes or cycle.arena["status_R"][request.row] != Status.LIVE:
+            row = request.row
+            if row.index not in message.lanes or cycle.arena["status_R"][row.index] != Status.LIVE:
                 continue
-            for slot in range(int(cycle.arena["seq_len_R"][request.row]), len(request.pages) * size):
-                cycle.arena["target_kv"][:, :, request.pages[slot // size], slot % size] = float("nan")
+            for slot in range(int(cycle.arena["seq_len_R"][row.index]), len(row.pages) * size):
+                cycle.arena["target_kv"][:, :, row.pages[slot // size], slot % size] = float("nan")
                 self.done += 1
 
     def windows(self, cycle: Cycle, key: Key, message: Message) -> None:

@@ -236,7 +236,8 @@ class Watched(Scheduler):
 def idle_rows(cycle: Cycle, scheduler: Scheduler) -> torch.Tensor:
     """Bool ``[R]``: rows without a request that decodes or whose prompt is being read, the dummy row included."""
     idle_R = cycle.arena["status_R"] != Status.LIVE
-    idle_R[[request.row for request in scheduler.running if request.prefilled and not request.ready]] = False
+    rows = [request.row for request in scheduler.running]
+    idle_R[[row.index for row in rows if row.prefilled and not row.ready]] = False
     return idle_R
 
 
