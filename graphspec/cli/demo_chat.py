@@ -19,6 +19,7 @@ from ..errors import ConfigError, GraphspecError, ResourceError
 from ..facts.folders import model_folder
 from ..host.core_wait import CoreWait, busy_caution
 from ..host.terminal import table
+from ..text.tokenizer import check_text
 from .chat import Chat, conversation_words, figures, show
 from .demo import DEMO_WIDTH, WordWrap, measure, working
 from .inspect import draw_tree
@@ -77,6 +78,7 @@ def run_conversation_demo(config: LaunchConfig, console: Console | None = None, 
     variant, plain = config.variant.name, PLAIN_DECODING.name
     if not resolve_variant(variant).speculates:
         raise ConfigError("variant", "one that speculates: the demo compares it with plain decoding", repr(variant))
+    question = check_text("prompt", config.prompt[0]) if config.prompt else QUESTION
     console, notes = console or Console(highlight=False), notes or Console(stderr=True, highlight=False)
     console.width = min(console.width, DEMO_WIDTH)
     from ..api.llm import LLM
@@ -92,7 +94,6 @@ def run_conversation_demo(config: LaunchConfig, console: Console | None = None, 
                 engines[name].warm_up(sampling=params.sampling_class)
 
         load(variant, config)
-        question = config.prompt[0] if config.prompt else QUESTION
         console.print(Text(f"\n> {question}\n", style="bold"))
         answer(Chat(engines[variant], params, config.system), question, console)
         shape = engines[variant].plan.shape

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from graphspec.errors import CaptureError
 from graphspec.kernels.formulas import apply_rope, rms_norm
 from graphspec.kernels.linear.linear import linear
-from graphspec.models.attention import HeadTransform
+from graphspec.models.attention import SOFTMAX, HeadTransform, Weighing
 from graphspec.models.decoder import Decoder
 from graphspec.models.layers import Linear
 
@@ -45,7 +45,9 @@ class DenseCache:
         heads: HeadTransform,
         scale: float,
         window_left: int | None,
+        weighing: Weighing = SOFTMAX,
     ) -> Tensor:
+        assert weighing == SOFTMAX, "a model whose scores are only normalised"
         del window_left
         if heads.query_norm is not None and heads.key_norm is not None:
             query_BTQD = rms_norm(query_BTQD, heads.query_norm, heads.norm_eps, heads.norm_offset)

@@ -117,7 +117,10 @@ class Terminal:
         main, end = pty.openpty()
         command = [sys.executable, "-m", "graphspec", "chat", *words]
         env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
+        # A job in the background inherits ignored interrupts.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         self.process = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env=env, start_new_session=True)
+        signal.signal(signal.SIGINT, before)
         os.close(end)
         self.main, self.text = main, ""
 

@@ -304,7 +304,7 @@ def test_parameters_are_values() -> None:
     st.builds(
         SamplingParams,
         max_tokens=st.none() | st.integers(1, 2**63 - 1),
-        temperature=st.none() | st.floats(0, 1e5),
+        temperature=st.none() | st.just(5e-324) | st.floats(0, 1e5, allow_subnormal=False),
         seed=st.none() | st.integers(-(2**63), 2**64 - 1),
         stop_token_ids=st.lists(st.integers(0, VOCAB - 1), max_size=7),
         top_k=st.none() | st.integers(-1, 2**63 - 1),

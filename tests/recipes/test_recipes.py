@@ -7,6 +7,7 @@ import sysconfig
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,6 +19,7 @@ from graphspec.errors import ConfigError
 from graphspec.train.draft import Recipe, draft_losses
 from graphspec.train.drafter import Target, load_target, network_of, trained_variants
 from graphspec.train.filters import repetition
+from graphspec.train.generate import cut_prompts
 from graphspec.train.optim import Optimizers
 from recipes.card import model_card
 from recipes.continuation import continue_text
@@ -70,8 +72,9 @@ def test_every_draft_is_written_and_learned(toy):
     work, out, demo = toy
     model = load_target(out / "target")
     target = Target(model)
-    torch.manual_seed(0)
-    tokens = continue_text(model, torch.randint(0, 384, (4, 8)), 40, 1.0, 0)
+    # Text of the kind that the drafts were trained on, which they have not seen.
+    prompts = cut_prompts(np.load(work / "drafts.work" / "train.npy"), 16, 8, seed=77)
+    tokens = continue_text(model, prompts, 40, 1.0, 77)
     assert set(demo.drafts) == set(trained_variants())
     for name, config in demo.drafts.items():
         made = Recipe(name, config.train)
