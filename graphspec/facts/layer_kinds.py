@@ -83,7 +83,12 @@ def _states_base(keys: Keys) -> bool:
     return any(isinstance(place, dict) and place.get("rope_theta") is not None for place in places)
 
 
-def _by_kind(values: dict[str, object], full_theta: float, sliding_theta: float, scaled: tuple[str, ...]) -> dict[str, object]:
+def _first(*values: object) -> object:
+    """The first value that is not null."""
+    return next(value for value in values if value is not None)
+
+
+def _by_kind(values: dict[str, object], full_theta: object, sliding_theta: object, scaled: tuple[str, ...]) -> dict[str, object]:
     """``rope_parameters`` by kind of layer, from ``rope_theta``, ``rope_local_base_freq`` and ``rope_scaling``.
 
     Args:
@@ -96,8 +101,8 @@ def _by_kind(values: dict[str, object], full_theta: float, sliding_theta: float,
     if isinstance(stated, dict) and any(isinstance(value, dict) for value in stated.values()):
         return values
     flat = {**(stated if isinstance(stated, dict) else {}), **(scaling if isinstance(scaling, dict) else {})}
-    theta = flat.pop("rope_theta", None) or values.get("rope_theta") or full_theta
-    bases = {"full_attention": theta, "sliding_attention": values.get("rope_local_base_freq") or sliding_theta}
+    theta = _first(flat.pop("rope_theta", None), values.get("rope_theta"), full_theta)
+    bases = {"full_attention": theta, "sliding_attention": _first(values.get("rope_local_base_freq"), sliding_theta)}
     ropes = {kind: {**(flat if kind in scaled else {}), "rope_theta": base} for kind, base in bases.items()}
     rest = {key: value for key, value in values.items() if key not in ("rope_theta", "rope_scaling", "rope_local_base_freq")}
     return {**rest, "rope_parameters": ropes}
@@ -163,7 +168,7 @@ def olmo3_keys(keys: Keys) -> Keys:
     values = {"sliding_window": 4096, **keys.values}
     if not keys.present("layer_types"):
         values["layer_types"] = _every(keys, 4)
-    theta = values.get("rope_theta") or 5e5
+    theta = _first(values.get("rope_theta"), 5e5)
     return Keys(_by_kind(values, theta, theta, ("full_attention",)), keys.where)
 
 
