@@ -114,7 +114,7 @@ def test_launches_of_a_recurrent_layer(rule: str, products: int, own: int) -> No
     launches for all layers: matrices, and columns.
     """
     few, many = (Counter(call.name for call in calls_of(PLAIN, layers, **recurrent(rule, layers))) for layers in (3, 5))
-    layer = Counter({"linear": products, "linear_summed": products, "tree_conv": 1, f"{rule}_walk": 1})
+    layer = Counter({"linear": products, "linear_summed": products, "tree_conv": 1, "state_walk": 1})
     assert many - few == layer + layer
     assert few["state_commit"] == few["conv_shift"] == 1
     found = count(PLAIN, 5, **recurrent(rule, 5))

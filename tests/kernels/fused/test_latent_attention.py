@@ -18,6 +18,7 @@ from graphspec.kernels.attention.latent_kv_write import latent_kv_write
 from graphspec.kernels.attention.tree_attention import visible_slots
 from graphspec.kernels.fused.launch import recording
 from tests.kernels.cases.attention import poison_unseen, random_latent_pool
+from tests.kernels.proof.attention import latent_attention_case
 
 
 @pytest.fixture(autouse=True)
@@ -268,7 +269,7 @@ def test_groups_of_tiles_share_their_partials_and_no_bit_moves(monkeypatch: pyte
 def test_partials_are_bounded(lanes: int, tokens: int, heads: int, words: int) -> None:
     """DeepSeek's heads: 8 trees of 100 nodes would have 6.7 GB of partials."""
     with recording() as launches:
-        case = fused._case("", tokens, heads, 131072, lanes=lanes, words=words)
+        case = latent_attention_case("", tokens, heads, 131072, lanes=lanes, words=words)
         case.launcher(**case.arguments())
     for launch in launches:
         tensors = {id(value): value for value in launch.args if isinstance(value, Tensor)}

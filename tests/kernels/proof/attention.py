@@ -39,7 +39,7 @@ AOT["kv_move"] = (
 )
 
 
-def _latent_attention(name: str, tokens: int, heads: int, slots: int, lanes: int = 1, words: int = 1, page_size: int = 64) -> AotCase:
+def latent_attention_case(name: str, tokens: int, heads: int, slots: int, lanes: int = 1, words: int = 1, page_size: int = 64) -> AotCase:
     sizes = {"B": lanes, "T": tokens, "Q": heads, "R": 64, "P": slots // page_size, "X": words}
     chunk = "chunk" in name
     return aot_case(
@@ -53,17 +53,17 @@ def _latent_attention(name: str, tokens: int, heads: int, slots: int, lanes: int
 
 
 AOT["latent_attention"] = (
-    _latent_attention("deepseek-v3-t4", 4, 128, 8192),
-    _latent_attention("deepseek-v3-t12-two-groups", 12, 128, 32768),
-    _latent_attention("deepseek-v2-lite-t100-two-groups", 100, 16, 32768, words=2),
-    _latent_attention("deepseek-v3-t1-one-split", 1, 128, 256),
-    _latent_attention("deepseek-v2-lite-t1", 1, 16, 8192),
-    _latent_attention("deepseek-v2-lite-b8-t4", 4, 16, 8192, lanes=8),
-    _latent_attention("deepseek-v2-lite-page1", 4, 16, 8192, page_size=1),
-    _latent_attention("deepseek-v2-lite-page16", 4, 16, 8192, page_size=16),
-    _latent_attention("deepseek-v3-chunk256", 256, 128, 8192),
-    _latent_attention("deepseek-v3-chunk2048", 2048, 128, 8192),
-    _latent_attention("deepseek-v2-lite-chunk256", 256, 16, 8192),
+    latent_attention_case("deepseek-v3-t4", 4, 128, 8192),
+    latent_attention_case("deepseek-v3-t12-two-groups", 12, 128, 32768),
+    latent_attention_case("deepseek-v2-lite-t100-two-groups", 100, 16, 32768, words=2),
+    latent_attention_case("deepseek-v3-t1-one-split", 1, 128, 256),
+    latent_attention_case("deepseek-v2-lite-t1", 1, 16, 8192),
+    latent_attention_case("deepseek-v2-lite-b8-t4", 4, 16, 8192, lanes=8),
+    latent_attention_case("deepseek-v2-lite-page1", 4, 16, 8192, page_size=1),
+    latent_attention_case("deepseek-v2-lite-page16", 4, 16, 8192, page_size=16),
+    latent_attention_case("deepseek-v3-chunk256", 256, 128, 8192),
+    latent_attention_case("deepseek-v3-chunk2048", 2048, 128, 8192),
+    latent_attention_case("deepseek-v2-lite-chunk256", 256, 16, 8192),
 )
 
 
