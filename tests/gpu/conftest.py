@@ -42,7 +42,6 @@ def seconds_of(item: pytest.Item) -> float:
         return SECONDS
     limit = marker.args[0]
     called = getattr(item, "callspec", None)
-    # A test without parameters has no call to read them from.
     return float(limit(**(called.params if called is not None else {})) if callable(limit) else limit)
 
 
