@@ -146,7 +146,7 @@ def around(compiled: bool) -> dict[str, Any]:
 @pytest.mark.seconds(lambda: seconds([around(True), around(False)]))
 def test_what_lies_between_kernels_need_not_be_compiled() -> None:
     params = [SamplingParams(max_tokens=24 + 9 * i, temperature=0.8 * (i % 2), seed=i, ignore_eos=True) for i in range(4)]
-    compiled, direct = (LLM(**around(flag)) for flag in (True, False))
+    compiled, direct = LLM(**around(True)), LLM(**around(False))
     assert [out.token_ids for out in direct.generate(PROMPTS, params)] == [out.token_ids for out in compiled.generate(PROMPTS, params)]
     assert direct.cycle.compilations.graphs == 0 < compiled.cycle.compilations.graphs
     assert all(isinstance(program.replay, Captured) for program in direct.cycle.programs.values())

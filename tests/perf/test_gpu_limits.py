@@ -35,9 +35,10 @@ def cases(function: FunctionType) -> Iterator[Case]:
 
 
 def item(parameters: dict[str, Any], marks: list[Any]) -> Any:
-    """What the limit of a case is read from."""
+    """What the limit of a case is read from; as in pytest, a test without parameters has no ``callspec``."""
     marker = next((mark for mark in marks if mark.name == "seconds"), None)
-    return SimpleNamespace(get_closest_marker=lambda name: marker, callspec=SimpleNamespace(params=parameters))
+    called = {"callspec": SimpleNamespace(params=parameters)} if parameters else {}
+    return SimpleNamespace(get_closest_marker=lambda name: marker, **called)
 
 
 FUNCTIONS = [
