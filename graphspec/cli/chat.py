@@ -29,7 +29,7 @@ DRAFTED = "green"
 """Colour of accepted draft tokens."""
 PROMPT = "> "
 WITHOUT_HEAD = ("variant=ngram", "variant.num_steps=3", "variant.topk=1", "variant.num_draft_tokens=4")
-"""The drafter of a model that has no head: nodes that cost next to nothing, and no weights."""
+"""The drafter of a model without a head. It has no weights, and pays where an answer repeats its prompt."""
 HELP = """\
 /system TEXT   begin anew with this system message; without TEXT, without one
 /reset         begin anew, and keep the system message

@@ -170,8 +170,8 @@ def why(rows: dict[str, dict[str, tuple[float, Output]]], variant: str, plain: s
     tokens = [len(sides[variant][1].token_ids) - 1 for sides in rows.values()]
     given = sum(tokens) / max(1, sum(sides[variant][1].metrics.cycles for sides in rows.values()))
     slow, fast = cycle_ms(variant), cycle_ms(plain)
-    verdict = "it pays" if given > slow / fast else "it does not pay here"
+    pays = given > slow / fast
     return (
-        f"Why {verdict}: most of a cycle is reading the weights, once for all nodes, so a cycle that drafts and verifies takes "
-        f"{slow / fast:.2f} times a plain one ({slow:.1f} against {fast:.1f} ms) and gives {given:.2f} tokens instead of 1."
+        f"Why it {'pays' if pays else 'does not pay here'}: a cycle that drafts and verifies takes {slow / fast:.2f} times a plain one "
+        f"({slow:.1f} against {fast:.1f} ms) and gives {given:.2f} tokens instead of 1, {'more' if pays else 'no more'} than it costs."
     )

@@ -221,8 +221,8 @@ class RuntimeConfig:
     memory_fraction: float = 0.9
     """Share of the memory free at start that the engine may use."""
     prefix_cache: bool | None = None
-    """Prompts that begin alike share KV pages, and only the rest of a later one is computed; null: if the drafter allows it. A prompt
-    is then read in other chunks: with numerics=fast that may flip a near-tie, as other requests in the batch may."""
+    """Prompts that begin alike share KV pages, and only the rest of a later one is computed; null: if target and drafter allow it. A
+    prompt is then read in other chunks: with numerics=fast that may flip a near-tie, as other requests in the batch may."""
     tensor_parallel: int = 1
     """Ranks that hold the target together, a GPU or a share of the CPU each; started with the engine, or by torchrun."""
     draft_parallel: str = "auto"

@@ -262,6 +262,9 @@ def _read_ropes(
     each = [found.get(LAYER_KINDS[window is not None], next(iter(found.values()))) for window in windows]
     layers = tuple(rope if turns else none for rope, turns in zip(each, rotates, strict=True))
     first = found.get(LAYER_KINDS[0], next(iter(found.values())))
+    if family.latent is not None and (len(set(layers)) > 1 or first.query_beta):
+        expected = "one rotation for all layers, and llama_4_scaling_beta of 0, with latent attention"
+        raise keys.error("rope_scaling" if keys.present("rope_scaling") else "rope_parameters", expected)
     if len(set(layers)) == 1:
         return layers[0], ()
     try:

@@ -30,7 +30,7 @@ class Published:
         sha256: of its wheel.
         file: the GGUF file in it.
         megabytes: of the wheel.
-        drafts: folders of the package with drafts for it, by variant; data beside this row, so that no code knows a name.
+        drafts: folders of the package with drafts for it, by variant.
     """
 
     name: str

@@ -219,7 +219,7 @@ def build_target(facts: ModelFacts, tap_layers: tuple[int, ...] = (), dtype: tor
     Weights of low precision are those of the tensors, or without them those that the config describes.
 
     Raises:
-        CheckpointError: tensors of low precision that do not load, or not over so many ranks.
+        CheckpointError: low-precision tensors that do not load, or that this number of ranks can't divide.
     """
     quantisation, there = read_quantisation(facts.path), Checkpoint.is_there(facts.path)
     if there and (quantisation is not None or weights_files(facts.path)):

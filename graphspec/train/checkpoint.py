@@ -44,6 +44,22 @@ def write_json(path: Path, value: Mapping[str, object], key: str = KEY) -> None:
     write_whole(path, lambda stream: stream.write(text.encode()), key)
 
 
+def check_text_settings(file: Path, settings: Mapping[str, object]) -> None:
+    """Compare the settings of texts that ``file`` records with those of the run; without a file, record them.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if not file.exists():
+        write_json(file, settings)
+        return
+    stored = json.loads(file.read_text(encoding="utf-8"))
+    for key, value in settings.items():
+        if stored.get(key) != value:
+            hint = "another train.work leaves it alone, train.resume=false starts again"
+            raise ConfigError(f"{file}: {key}", value, stored.get(key), hint)
+
+
 def write_array(file: Path, array: np.ndarray) -> None:
     """Write a ``.npy`` file atomically."""
     write_whole(file, lambda stream: np.save(stream, array))

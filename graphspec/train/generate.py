@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +13,7 @@ from ..config.schema import VariantConfig
 from ..config.train_options import TextConfig, TrainConfig
 from ..engine.request import SamplingParams
 from ..errors import ConfigError
-from .checkpoint import write_array, write_json
+from .checkpoint import check_text_settings, write_array
 from .loop import Watch, unwatched
 from .written import REUSE, engine_for
 
@@ -84,7 +82,7 @@ def generate_text(
             raise ConfigError("train.text.prompt", f"prompts shorter than the sequences of {length} tokens", text.prompt)
     for batches, batch, length in sets:
         settings = {"batches": batches, "sequences": batch, "prompt": text.prompt, "temperatures": text.temperatures, "seed": text.seed}
-        _check_text(work / f"text_{length}.json", settings)
+        check_text_settings(work / f"text_{length}.json", settings)
         if text_file(work, length).exists():
             continue
         files = [parts / f"{length}_{index:03d}.npy" for index in range(batches)]
@@ -115,14 +113,3 @@ def _continued(llm: LLM, text: TextConfig, train: np.ndarray, batch: int, length
     ]
     outputs = llm.generate(cut_prompts(train, batch, prompt, seed).tolist(), params)
     return np.array([[*output.prompt_token_ids, *output.token_ids] for output in outputs], dtype=np.int32)
-
-
-def _check_text(file: Path, settings: dict[str, Any]) -> None:
-    if not file.exists():
-        write_json(file, settings)
-        return
-    stored = json.loads(file.read_text(encoding="utf-8"))
-    for key, value in settings.items():
-        if stored.get(key) != value:
-            hint = "another train.work leaves it alone, train.resume=false starts again"
-            raise ConfigError(f"{file}: {key}", value, stored.get(key), hint)

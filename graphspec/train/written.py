@@ -25,7 +25,7 @@ from ..errors import ConfigError
 from ..facts import read_model_facts
 from ..host.native_build import compiler_on_path
 from ..text.tokenizer import Conversation, Tokenizer
-from .checkpoint import write_json, write_whole
+from .checkpoint import check_text_settings, write_whole
 from .conversations import ANSWERS, Sample, has_answer, read_conversations, spell, split
 from .filters import Known, sensible_answer, sensible_prompt
 from .loop import Watch
@@ -127,7 +127,7 @@ class Writer:
     """Pieces of conversations in a folder, each written once: ``self_00000.jsonl``, or the digest of the prompts in place of ``self``.
 
     Args:
-        engine: makes an engine without a draft for prompts of up to so many tokens, where a piece is missing.
+        engine: takes the longest prompt in tokens, and returns an engine without a draft. Called only if a piece is missing.
         tokenizer: the target's.
         config: how they are written.
         folder: where.
@@ -235,15 +235,7 @@ class Writer:
         """Compare the settings of the texts in the folder with those of the run."""
         keys = ("temperatures", "new_tokens", "scripts", "batch", "seed")
         settings = {key: getattr(self.config, key) for key in keys} | more
-        file = self.folder / f"{name}.json"
-        if not file.exists():
-            write_json(file, settings)
-            return
-        stored = json.loads(file.read_text(encoding="utf-8"))
-        for key, value in settings.items():
-            if stored.get(key) != value:
-                hint = "another train.work leaves it alone, train.resume=false starts again"
-                raise ConfigError(f"{file}: {key}", value, stored.get(key), hint)
+        check_text_settings(self.folder / f"{name}.json", settings)
 
 
 def _check_served(output: Output) -> None:

@@ -269,6 +269,11 @@ BAD_CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "no topk": ("deepseek_v2", {"num_experts_per_tok": None}, "num_experts_per_tok: expected an integer >= 1"),
     "mlp bias": ("deepseek_v2", {"mlp_bias": True}, "mlp_bias: expected false"),
     "scaling": ("deepseek_v3", {"routed_scaling_factor": -1.0}, "routed_scaling_factor: expected a positive number"),
+    "queries that grow": (
+        "deepseek_v3",
+        {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}},
+        "rope_parameters: expected one rotation for all layers, and llama_4_scaling_beta of 0, with latent attention",
+    ),
     "sparse attention": ("deepseek_v3", {"architectures": ["DeepseekV32ForCausalLM"]}, "architectures: expected one of"),
 }
 

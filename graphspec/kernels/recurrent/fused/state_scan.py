@@ -104,6 +104,24 @@ def _block_tokens(
             tl.store(place, tl.zeros([TOKENS, COLUMNS], out.dtype.element_ty), mask=stored)
 
 
+def _over_run(
+    mixed_BTE: Tensor, gate_BTG: Tensor, skip_H: Tensor | None, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, length_B: Tensor,
+    fresh_B: Tensor | None, *, blocks: bool,
+) -> Tensor:  # fmt: skip
+    """One launch over all lanes, heads and tiles of columns, in blocks of tokens or token by token."""
+    lanes, tokens, _ = mixed_BTE.shape
+    sizes = head_sizes(mixed_BTE, matrix_RUHKV, selective=skip_H is not None)
+    block = {"TOKENS": TOKENS, "PART": min(PART, sizes["KEY_PAD"])} if blocks else {}
+    heads, _, width = matrix_RUHKV.shape[2:]
+    out = mixed_BTE.new_empty(lanes, tokens, heads, width)
+    launch(
+        _block_tokens if blocks else _scan_tokens, (lanes * heads, triton.cdiv(width, sizes["COLUMNS"])), out, mixed_BTE.contiguous(),
+        gate_BTG.contiguous(), skip_H, matrix_RUHKV, lane_row_B, length_B, None if fresh_B is None else fresh_B.view(torch.uint8), tokens,
+        matrix_RUHKV.shape[1], layer, FRESH=fresh_B is not None, **block, **sizes,
+    )  # fmt: skip
+    return out
+
+
 def state_scan(
     mixed_BTE: Tensor,
     gate_BTG: Tensor,
@@ -114,16 +132,7 @@ def state_scan(
     length_B: Tensor,
     fresh_B: Tensor | None = None,
 ) -> Tensor:
-    lanes, tokens, _ = mixed_BTE.shape
-    sizes = head_sizes(mixed_BTE, matrix_RUHKV, selective=skip_H is not None)
-    heads, _, width = matrix_RUHKV.shape[2:]
-    out = mixed_BTE.new_empty(lanes, tokens, heads, width)
-    launch(
-        _scan_tokens, (lanes * heads, triton.cdiv(width, sizes["COLUMNS"])), out, mixed_BTE.contiguous(), gate_BTG.contiguous(), skip_H,
-        matrix_RUHKV, lane_row_B, length_B, None if fresh_B is None else fresh_B.view(torch.uint8), tokens, matrix_RUHKV.shape[1], layer,
-        FRESH=fresh_B is not None, **sizes,
-    )  # fmt: skip
-    return out
+    return _over_run(mixed_BTE, gate_BTG, skip_H, matrix_RUHKV, layer, lane_row_B, length_B, fresh_B, blocks=False)
 
 
 def state_chunk(
@@ -136,16 +145,7 @@ def state_chunk(
     length_B: Tensor,
     fresh_B: Tensor | None = None,
 ) -> Tensor:
-    lanes, tokens, _ = mixed_BTE.shape
-    sizes = head_sizes(mixed_BTE, matrix_RUHKV, selective=skip_H is not None)
-    heads, _, width = matrix_RUHKV.shape[2:]
-    out = mixed_BTE.new_empty(lanes, tokens, heads, width)
-    launch(
-        _block_tokens, (lanes * heads, triton.cdiv(width, sizes["COLUMNS"])), out, mixed_BTE.contiguous(), gate_BTG.contiguous(), skip_H,
-        matrix_RUHKV, lane_row_B, length_B, None if fresh_B is None else fresh_B.view(torch.uint8), tokens, matrix_RUHKV.shape[1], layer,
-        FRESH=fresh_B is not None, TOKENS=TOKENS, PART=min(PART, sizes["KEY_PAD"]), **sizes,
-    )  # fmt: skip
-    return out
+    return _over_run(mixed_BTE, gate_BTG, skip_H, matrix_RUHKV, layer, lane_row_B, length_B, fresh_B, blocks=True)
 
 
 OP, CHUNK_OP = register(state_scan), register(state_chunk)
