@@ -316,8 +316,8 @@ class Api:
             return Response(await unless_gone(request.receive, self.llm.work(answer, length)), media_type="application/json")
 
     async def health(self, _: Request) -> Response:
-        """``GET /health``: 200 if the engine's thread answers within :data:`HEALTH_SECONDS`, and those that encode texts get on."""
-        if self.llm.stuck_seconds > STUCK_SECONDS or not await self._answers():
+        """``GET /health``: 200 if the engine's thread answers within :data:`HEALTH_SECONDS`, and texts and grammars get on."""
+        if max(self.llm.stuck_seconds, self.trials.stuck_seconds) > STUCK_SECONDS or not await self._answers():
             raise unusable()
         return Response(status_code=200)
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from ..text.structured import Structured
 
+GRAMMAR, QUESTION = b"g", b"q"
+"""What a socket is handed over for: a grammar to try, or to learn whether the process answers."""
 LENGTH, SIZE = struct.Struct("=q"), struct.Struct("=q")
 MOST_MEMORY = 1 << 30
 """Bytes that compiling one grammar may take."""
@@ -68,6 +70,9 @@ def main() -> int:
         if not data:
             return 0
         [number] = handed
+        if data == QUESTION:
+            os.close(number)  # Its end is the answer.
+            continue
         if os.fork() == 0:
             try:
                 sock.close()

@@ -14,8 +14,10 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from hashlib import sha256
 from importlib.util import find_spec
+from time import monotonic
 
 from ..api.async_llm import LONG_TEXT, AsyncLLM
 from ..api.grammar import CACHE_BYTES
@@ -23,7 +25,7 @@ from ..errors import CheckpointError, RequestError
 from ..text.schema_size import compile_steps
 from ..text.structured import KEY, Structured
 from .errors import busy
-from .grammar_process import MOST_MEMORY, SIZE, send
+from .grammar_process import GRAMMAR, MOST_MEMORY, QUESTION, SIZE, send
 from .limits import RETRY_SECONDS
 
 AT_ONCE = 2
@@ -51,6 +53,26 @@ class GrammarTrials:
         self._places = asyncio.Semaphore(AT_ONCE)
         self._starting = asyncio.Lock()
         self._process: _Process | None = None
+        self._question: asyncio.Task[None] | None = None
+        self._asked = 0.0
+
+    @property
+    def stuck_seconds(self) -> float:
+        """For how long the process has not answered a question. Each reading asks one, if the last was answered; 0 without a process."""
+        if self._question is not None and not self._question.done():
+            return monotonic() - self._asked
+        if self._process is not None and self._process.alive:
+            self._question, self._asked = asyncio.create_task(self._ask(self._process)), monotonic()
+        return 0.0
+
+    async def _ask(self, process: _Process) -> None:
+        ours, theirs = socket.socketpair()
+        # A process that ends meanwhile is replaced by the next grammar.
+        with ours, suppress(OSError):
+            with theirs:
+                process.hand_over(theirs, QUESTION)
+            ours.setblocking(False)
+            await asyncio.get_running_loop().sock_recv(ours, 1)
 
     async def check(self, structured: Structured) -> None:
         """Return if a grammar can be compiled within the limits, or is refused by the engine for another reason.
@@ -101,7 +123,7 @@ class GrammarTrials:
             ours, theirs = socket.socketpair()
             with ours:
                 with theirs:
-                    process.hand_over(theirs)
+                    process.hand_over(theirs, GRAMMAR)
                 await self._llm.work(lambda: send(ours, (structured, self._seconds)))
                 ours.setblocking(False)
                 answer = b""
@@ -154,9 +176,9 @@ class _Process:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def hand_over(self, sock: socket.socket) -> None:
-        """Give the process the other end of a grammar's socket."""
-        socket.send_fds(self._sock, [b"g"], [sock.fileno()])
+    def hand_over(self, sock: socket.socket, purpose: bytes) -> None:
+        """Give the process the other end of a socket."""
+        socket.send_fds(self._sock, [purpose], [sock.fileno()])
 
 
 def _end(sock: socket.socket, process: subprocess.Popen[bytes]) -> None:

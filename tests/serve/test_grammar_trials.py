@@ -18,7 +18,7 @@ import pytest
 
 from graphspec.api.grammar import Grammars
 from graphspec.api.llm import LLM
-from graphspec.serve import grammar_trials
+from graphspec.serve import app, grammar_trials
 from graphspec.text.schema_size import compile_steps
 from graphspec.text.structured import Structured
 from tests.support.serving import PATIENCE, Served, raw_post, serving, wait_for
@@ -116,6 +116,32 @@ def test_a_process_that_died_is_replaced(server: Served) -> None:
     before._process.kill()
     before._process.wait()
     assert server.post(PATH, body(schema(6))).status_code == 200 and server.api.trials._process is not before
+
+
+def test_health_is_that_of_the_process(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that hangs; it answers while a grammar is compiled, and one that died is replaced when it is needed."""
+
+    def health() -> int:
+        return server.client.get("/health").status_code
+
+    trials = server.api.trials
+    process = trials._process
+    assert process is not None and health() == 200
+    connection = server.connect()
+    connection.sendall(raw_post(json.dumps(body(LONG)).encode()))
+    wait_for(lambda: len(forks(server)) == 1 and health() == 200 and trials._question.done())
+    connection.close()
+    process._process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(app, "STUCK_SECONDS", 0.0)
+    health()  # Asks.
+    assert health() == 503
+    process._process.send_signal(signal.SIGCONT)
+    wait_for(lambda: health() == 200)
+    wait_for(trials._question.done)
+    process._process.kill()
+    process._process.wait()
+    assert health() == health() == 200
+    assert server.post(PATH, body(schema(8))).status_code == 200 and health() == 200
 
 
 def test_grammars_that_are_held_are_bounded(server: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

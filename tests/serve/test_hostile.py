@@ -94,6 +94,13 @@ def numbers(count: int) -> list[str]:
     return [f"zq{number}" for number in range(count)]
 
 
+CIRCLE = {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}
+
+
+def constrained(**structured: Any) -> dict[str, Any]:
+    return {"prompt": "x", "structured_outputs": structured}
+
+
 FIELDS: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "a completion of 4 MB": (COMPLETIONS, {"prompt": TEXT}, "prompt"),
     "two of 2 MB": (COMPLETIONS, {"prompt": [TEXT[:1_800_000]] * 2}, "prompt"),
@@ -115,6 +122,18 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "500,000 allowed ids": (COMPLETIONS, {"prompt": "x", "allowed_token_ids": [5] * 500_000}, "allowed_token_ids"),
     "100,000 biases": (COMPLETIONS, {"prompt": "x", "logit_bias": {str(key): 1 for key in range(100_000)}}, "logit_bias"),
     "a bias of 5,000 digits": (COMPLETIONS, {"prompt": "x", "logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    "a reference to itself": (COMPLETIONS, constrained(json={"$ref": "#"}), "structured.json_schema.$ref"),
+    "references in a circle": (COMPLETIONS, constrained(json={"$ref": "#/$defs/a", "$defs": CIRCLE}), "structured.json_schema.$ref"),
+    "an enum of nothing": (COMPLETIONS, constrained(json={"enum": []}), "structured.json_schema"),
+    "rules in a circle": (COMPLETIONS, constrained(grammar="root ::= a\na ::= b\nb ::= a\n"), "structured.grammar"),
+    "a rule that is itself": (COMPLETIONS, constrained(grammar="root ::= root\n"), "structured.grammar"),
+    "an unknown rule": (COMPLETIONS, constrained(grammar="root ::= nothing\n"), "structured.grammar"),
+    "no root": (COMPLETIONS, constrained(grammar='a ::= "x"\n'), "structured.grammar"),
+    "an empty alternative": (COMPLETIONS, constrained(grammar='root ::= "a" |\n'), "structured.grammar"),
+    "an empty grammar": (COMPLETIONS, constrained(grammar=""), "structured_outputs.grammar"),
+    "a grammar of no known kind": (COMPLETIONS, constrained(gramar="x"), "structured_outputs"),
+    "no choice": (COMPLETIONS, constrained(choice=[]), "structured_outputs.choice"),
+    "half an expression": (COMPLETIONS, constrained(regex="("), "structured.regex"),
     "100,000 tools": (CHAT, {"messages": [{"role": "user", "content": "x"}], "tools": [0] * 100_000}, "tools"),
     "a priority": (COMPLETIONS, {"prompt": "x", "priority": -(2**31)}, "priority"),
     "a salt of 1 MB": (COMPLETIONS, {"prompt": "x", "cache_salt": "a" * 2**20}, "cache_salt"),
