@@ -13,7 +13,8 @@ CLIENTS := .venv-clients
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 # One process per core with one thread each: threads of several processes on the same cores wait for each other.
-SPREAD := --numprocesses=auto --dist=loadfile
+# A test that hangs says where; the longest takes 250 s on two idle cores. Not in pyproject.toml: there it would replace the limits of tests/gpu.
+SPREAD := --numprocesses=auto --dist=loadfile -o faulthandler_timeout=900
 PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) $(SPREAD)
 # The tiers by their markers: `test` is the selection of pyproject.toml.
 KERNELS := 'kernels and not full and not gpu and not browser and not clients'
