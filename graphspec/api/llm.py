@@ -204,6 +204,11 @@ class LLM:
             if not native:
                 use_kernels(network, kernels)
             self.decoders[name] = f"op by op: {reason}" if reason else "one native op per pass"
+            if native and name == "target" and reason and plan.numerics == "batch_invariant":
+                # Torch's ops between the native ones may sum in another order for another number of rows.
+                if self.config.kernels.numerics == "batch_invariant":
+                    raise ConfigError("kernels.numerics", f"auto or fast: the target runs {self.decoders[name]}", "'batch_invariant'")
+                self.plan = plan = replace(plan, numerics="fast")
         # A second team of threads would compete for the same cores, and little work is left between native ops.
         loop_threads = 1 if native else None
         tuner = partial(tune_program, *table, tuple(networks.values()), device) if table is not None else None

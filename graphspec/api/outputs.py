@@ -26,6 +26,7 @@ class Metrics:
         cached_tokens: of the prompts, found in pages of other requests (``runtime.prefix_cache``) and not computed.
         lossy: the acceptance rule does not leave the target's distribution as it is.
         synthetic: the accepted lengths were forced; nothing but the time means anything.
+        numerics: ``batch_invariant`` or ``fast``, whatever ``kernels.numerics=auto`` meant (docs/numerics.md).
     """
 
     cycles: int
@@ -37,6 +38,7 @@ class Metrics:
     cached_tokens: int = 0
     lossy: bool = False
     synthetic: bool = False
+    numerics: str = "fast"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -208,6 +210,7 @@ def summarise(requests: Sequence[Request], plan: Plan) -> Metrics:
         cached_tokens=sum(r.metrics.cached_tokens for r in requests),
         lossy=plan.accept.lossy,
         synthetic=plan.accept.synthetic,
+        numerics=plan.numerics,
     )
 
 

@@ -22,7 +22,7 @@ IMPLEMENTATIONS = ("auto", "reference", "native", "fused")
 ATTENTIONS = (*IMPLEMENTATIONS, "flashinfer")
 HOST_STEP_OVER_LATENT_ROWS = ("flashinfer",)
 """Attention whose kernels for latent rows take a work list from the host, and chains only."""
-NUMERICS = ("fast", "batch_invariant")
+NUMERICS = ("auto", "fast", "batch_invariant")
 DEVICES = ("auto", "cpu", "cuda")
 DRAFT_NOISES = ("coupled", "none")
 DRAFT_PARALLEL = ("auto", "replicated", "sharded")
@@ -291,9 +291,10 @@ class KernelsConfig:
     linear: str = "auto"
     """The same choice for linear layers, without flashinfer; native ones hold their weights packed. If this and attention are both auto and
     both resolve to native, the decoder layers of a pass are one op; if either is set to native, they are separate ops."""
-    numerics: str = "fast"
-    """Of fused linear layers. fast: the kernel of each shape that measured best; batch_invariant: one order of summation for any
-    number of rows, so that a token's logits do not depend on the rest of the batch."""
+    numerics: str = "auto"
+    """batch_invariant: the bits of a token's logits depend on the tokens before it alone, whatever is verified with it and wherever its
+    keys are; fast: on a GPU, the kernel of each shape that measured best. auto: the former where it is free, the native decoder of a CPU;
+    else fast (docs/numerics.md)."""
     programmatic_launch: bool | None = None
     """Fused kernels may start while the one before them drains. null: if its probe has passed on this machine (docs/kernels.md)."""
     compile_around: bool = True
@@ -307,7 +308,7 @@ class KernelsConfig:
         one_of("kernels.attention", self.attention, ATTENTIONS)
         one_of("kernels.linear", self.linear, IMPLEMENTATIONS)
         one_of("kernels.numerics", self.numerics, NUMERICS)
-        if self.linear_table is not None and self.numerics != "fast":
+        if self.linear_table is not None and self.numerics == "batch_invariant":
             raise ConfigError(
                 "kernels.linear_table", f"null with kernels.numerics={self.numerics}, which chooses nothing", self.linear_table
             )

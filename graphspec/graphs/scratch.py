@@ -94,18 +94,18 @@ def kernel_scratch(plan: Plan) -> int:
     return max((count(*arguments) for count, arguments in dict.fromkeys(_calls(plan))), default=0)
 
 
-def _op(name: str, sizes: Mapping[str, int], **given: Any) -> Call:
+def _op(name: str, sizes: Mapping[str, int], numerics: str = "fast", **given: Any) -> Call:
     """A call of an op's launcher with these sizes and arguments; see :meth:`graphspec.kernels.op.KernelOp.without_data`."""
-    return _op_scratch, (name, tuple(sizes.items()), tuple(given.items()))
+    return _op_scratch, (name, tuple(sizes.items()), numerics, tuple(given.items()))
 
 
 @functools.lru_cache(maxsize=4096)
-def _op_scratch(name: str, sizes: tuple[tuple[str, int], ...], given: tuple[tuple[str, Any], ...]) -> int:
+def _op_scratch(name: str, sizes: tuple[tuple[str, int], ...], numerics: str, given: tuple[tuple[str, Any], ...]) -> int:
     from ..kernels import op_of
     from ..kernels.fused.launch import launcher
 
     op = op_of(name)
-    return scratch_of(launcher(op), **op.signature.gather(op.without_data(dict(sizes), **dict(given))))
+    return scratch_of(launcher(op, numerics), **op.signature.gather(op.without_data(dict(sizes), **dict(given))))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -167,8 +167,9 @@ def _decode(plan: Plan, model: ModelFacts, lanes: int, tokens: int) -> Iterator[
     else:
         sizes["D"] = model.head_dim
         yield _op(
-            "tree_attention", sizes, query_BTQD=of, kv_pool=(of, 1, 2, 1, page, model.num_kv_heads, model.head_dim), layer=0, scale=1.0
-        )
+            "tree_attention", sizes, plan.numerics,
+            query_BTQD=of, kv_pool=(of, 1, 2, 1, page, model.num_kv_heads, model.head_dim), layer=0, scale=1.0,
+        )  # fmt: skip
 
 
 def _calls(plan: Plan) -> Iterator[Call]:

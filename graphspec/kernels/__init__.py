@@ -109,7 +109,8 @@ def select_kernels(
         device: ``cpu`` or ``cuda``, with or without an index.
         linear: choice for linear layers.
         dtype: of weights and KV.
-        numerics: of fused linear layers: ``fast`` may choose by the number of rows, ``batch_invariant`` may not.
+        numerics: ``fast``: the order of a sum may depend on the number of rows, and on the slots of a tree's nodes; ``batch_invariant``:
+            it depends on the weight's shape and the keys' positions. Native kernels always have the latter.
         programmatic_launch: fused kernels may start while the one before them drains.
         linear_table: measured choices of fused linear layers (``LinearTable``); None: there
             are none.
@@ -128,8 +129,9 @@ def select_kernels(
     }
     # With a native decoder, the ops around it are native too. Native ops that are chosen one by one leave the others to torch.compile.
     whole = linear == attention == "auto" and set(chosen.values()) == {"native"}
-    if numerics == "batch_invariant" and (mode != "fused" or set(chosen.values()) != {"fused"}):
-        raise ConfigError("kernels.numerics", "fast, unless every kernel is fused", "'batch_invariant'", "kernels.mode=fused")
+    if numerics == "batch_invariant" and not whole and (mode != "fused" or set(chosen.values()) != {"fused"}):
+        expected = "fast or auto, unless every kernel is fused, or native"
+        raise ConfigError("kernels.numerics", expected, "'batch_invariant'", "kernels.mode=fused")
     if mode == "fused":
         check_fused(device)
 
@@ -143,6 +145,8 @@ def select_kernels(
             name = chosen["linear" if op.name in LINEAR_OPS else "attention"]
             # What FlashInfer doesn't serve runs fused.
             name = mode if name == "flashinfer" else name
+            if name == "fused" and numerics == "batch_invariant" and "by_position" in op.names:
+                name = "by_position"
         else:
             name = "native" if whole else mode
         return op.implementation(name if name in op.names else "reference")

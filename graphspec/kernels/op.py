@@ -189,6 +189,7 @@ class KernelOp:
         name: empty: the reference's.
         native: module of :mod:`graphspec.kernels` that has a function of the op's name; None: the CPU has no native kernel.
         fused: ``file:attribute`` of the operator in the folder ``fused`` next to the reference; empty: ``OP`` in the file of the op's name.
+        by_position: the same of the operator that ``batch_invariant`` numerics have in its place; empty: the same one.
         exact: implementations agree bit for bit; otherwise it is a float op, which is compared with an fp64 oracle.
     """
 
@@ -196,6 +197,7 @@ class KernelOp:
     name: str = ""
     native: str | None = None
     fused: str = ""
+    by_position: str = ""
     exact: bool = True
 
     def __post_init__(self) -> None:
@@ -206,7 +208,8 @@ class KernelOp:
         """``"module:attribute"`` by name, without the reference."""
         package, topic = __name__.rpartition(".")[0], self.reference.__module__.rpartition(".")[0]
         native = {} if self.native is None else {"native": f"{package}.{self.native}:{self.name}"}
-        return native | {"fused": f"{topic}.fused.{self.fused or f'{self.name}:OP'}"}
+        by_position = {"by_position": f"{topic}.fused.{self.by_position}"} if self.by_position else {}
+        return native | {"fused": f"{topic}.fused.{self.fused or f'{self.name}:OP'}"} | by_position
 
     @property
     def contract(self) -> str:
@@ -273,14 +276,16 @@ class KernelOp:
         return made
 
 
-def kernel_op(*, name: str = "", native: str | None = None, fused: str = "", exact: bool = True) -> Callable[[_F], _F]:
+def kernel_op(
+    *, name: str = "", native: str | None = None, fused: str = "", by_position: str = "", exact: bool = True
+) -> Callable[[_F], _F]:
     """Declare that a function is the reference of an op; :class:`KernelOp` says what the arguments mean.
 
     An op needs no other entry: :data:`graphspec.kernels.OPS` has every function so declared in the modules of its rooms.
     """
 
     def declare(reference: _F) -> _F:
-        vars(reference)["kernel_op"] = KernelOp(reference, name, native, fused, exact)
+        vars(reference)["kernel_op"] = KernelOp(reference, name, native, fused, by_position, exact)
         return reference
 
     return declare

@@ -27,6 +27,7 @@ from ..shapes import (  # fmt: skip
 )
 from .acceptance import AcceptPlan, resolve_accept
 from .draft_parallel import DraftParallel, resolve_draft_parallel
+from .numerics import resolve_numerics
 from .runtime import Runtime, resolve_runtime
 from .static_tree import StaticTree
 
@@ -499,7 +500,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         kernels=kernels,
         attention=config.kernels.attention,
         linear=config.kernels.linear,
-        numerics=config.kernels.numerics,
+        numerics=resolve_numerics(config.kernels, kernels, target, device=device, dtype=dtype),
         programmatic_launch=config.kernels.programmatic_launch,
         compile_around=config.kernels.compile_around,
         runtime=chosen,

@@ -148,7 +148,7 @@ KEYS: dict[str, Callable[[Any], bool]] = {
     "linear": _choice(*IMPLEMENTATIONS),
     "attention": _choice(*IMPLEMENTATIONS, "flashinfer"),
     "mode": _choice("auto", "reference", "compiled", "fused"),
-    "numerics": _choice("fast", "batch_invariant"),
+    "numerics": _choice("auto", "fast", "batch_invariant"),
     "programmatic_launch": lambda v: v is None or type(v) is bool,
     "compile_around": lambda v: type(v) is bool,
     "rates": lambda v: isinstance(v, list | tuple) and all(is_real(r, 0, 1) for r in v),

@@ -89,6 +89,28 @@ def test_a_token_has_the_same_bits_in_a_chain_and_alone() -> None:
         assert torch.equal(op_of("tree_attention").implementation("fused")(**alone)[0, 0], together[0, token])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("queries", "groups", "dim"), [(32, 8, 128), (32, 8, 64), (8, 2, 256)])
+@pytest.mark.parametrize(("end", "tokens"), [(2000, 32), (2047, 64), (9000, 100)])
+def test_by_position_a_node_of_a_tree_has_the_bits_of_plain_decoding(
+    end: int, tokens: int, queries: int, groups: int, dim: int, dtype: torch.dtype
+) -> None:
+    """Each node's ancestors are a random half of those before it; alone, their keys are in the slots of their positions."""
+    op, tree = op_of("tree_attention"), tree_case([end], tokens, queries=queries, groups=groups, dim=dim, dtype=dtype)
+    together = op.implementation("by_position")(**tree)
+    table, words = tree["table_BP"][0].tolist(), tree["ancestors_BTX"][0].tolist()
+    for token in range(0, tokens, 5):
+        path = [j for j in range(tokens) if words[token][j // 64] >> (j % 64) & 1]
+        pool = tree["kv_pool"].clone()
+        for depth, node in enumerate(path):
+            to, source = (divmod(end + slot, 16) for slot in (depth, node))
+            pool[:, :, table[to[0]], to[1]] = tree["kv_pool"][:, :, table[source[0]], source[1]]
+        alone = {**tree, "kv_pool": pool, "query_BTQD": tree["query_BTQD"][:, token : token + 1]}
+        alone |= {"prefix_end_B": tree["prefix_end_B"] + len(path) - 1, "prefix_begin_BT": tree["prefix_begin_BT"][:, :1]}
+        alone["ancestors_BTX"] = torch.ones_like(tree["ancestors_BTX"][:, :1, :1])
+        assert torch.equal(op.implementation("by_position")(**alone)[0, 0], together[0, token])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_runs_of_splits_have_the_bits_of_splits(dim: int, dtype: torch.dtype) -> None:

@@ -317,6 +317,10 @@ CHAINS: tuple[tuple[str, dict[str, object]], ...] = (
     ("mtp", {"num_steps": 3, "topk": 1, "num_draft_tokens": 4}),
     ("standalone", {"num_steps": 2, "topk": 1, "num_draft_tokens": 3}),
 )
+TREES: tuple[tuple[str, dict[str, object]], ...] = (
+    ("eagle3", {"num_steps": 4, "topk": 4, "num_draft_tokens": 16}),
+    ("ngram", {"num_steps": 4, "topk": 4, "num_draft_tokens": 16}),
+)
 
 
 def invariant(variant: str, keys: dict[str, object]) -> list[dict[str, Any]]:
@@ -328,8 +332,8 @@ def invariant(variant: str, keys: dict[str, object]) -> list[dict[str, Any]]:
 
 @pytest.mark.seconds(lambda variant, keys, temperature: seconds(invariant(variant, keys)))
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize(("variant", "keys"), CHAINS)
-def test_bfloat16_chains_repeat_plain_decoding_under_batch_invariant_numerics(
+@pytest.mark.parametrize(("variant", "keys"), (*CHAINS, *TREES))
+def test_bfloat16_drafts_repeat_plain_decoding_under_batch_invariant_numerics(
     variant: str, keys: dict[str, object], temperature: float
 ) -> None:
     """One order of summation for every number of rows: what is verified with a token does not reach its logits."""

@@ -25,7 +25,9 @@ from tests.support.fake_cuda import NoHostTraffic, load_cuda_guard
 from tests.support.interpreter import interpreter_warnings
 
 PAIRS = [
-    pytest.param(op, name, id=f"{op.name}-{name}", marks=[pytest.mark.kernels, *interpreter_warnings(op)] if name == "fused" else [])
+    pytest.param(
+        op, name, id=f"{op.name}-{name}", marks=[pytest.mark.kernels, *interpreter_warnings(op)] if name in ("fused", "by_position") else []
+    )
     for op in OPS
     for name in op.implementations
 ]

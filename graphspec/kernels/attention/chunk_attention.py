@@ -9,7 +9,7 @@ from ..op import Bool, Int32, Int64, kernel_op
 from .tree_attention import masked_attention
 
 
-@kernel_op(native="native", exact=False)
+@kernel_op(native="native", by_position="position_attention:CHUNK_OP", exact=False)
 def chunk_attention(
     query_BTQD: Tensor,
     kv_pool: Tensor,

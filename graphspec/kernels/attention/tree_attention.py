@@ -54,7 +54,7 @@ def masked_attention(
     return out.reshape(lanes, tokens, heads, dim).to(query_BTQD.dtype)
 
 
-@kernel_op(native="native", exact=False)
+@kernel_op(native="native", by_position="position_attention:OP", exact=False)
 def tree_attention(
     query_BTQD: Tensor,
     kv_pool: Tensor,

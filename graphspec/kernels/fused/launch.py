@@ -248,9 +248,10 @@ def operator(
     return border.giving_flat(made)
 
 
-def launcher(op: KernelOp) -> Callable[..., Any]:
-    """The launcher of an op: the function of the op's name in the file of that name."""
-    found: Callable[..., Any] = getattr(importlib.import_module(op.implementations["fused"].partition(":")[0]), op.name)
+def launcher(op: KernelOp, numerics: str = "fast") -> Callable[..., Any]:
+    """The launcher of an op under these numerics: the function of the op's name in the file of its implementation."""
+    name = "by_position" if numerics == "batch_invariant" and "by_position" in op.names else "fused"
+    found: Callable[..., Any] = getattr(importlib.import_module(op.implementations[name].partition(":")[0]), op.name)
     return found
 
 

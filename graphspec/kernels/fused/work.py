@@ -48,10 +48,12 @@ class Situation:
     Attributes:
         context: committed tokens of each row.
         programmatic: kernels of ours begin while the one before them drains.
+        chain: every node's ancestors are the nodes before it.
     """
 
     context: int
     programmatic: bool = False
+    chain: bool = False
 
 
 Describe = Callable[["Launch", Situation], Work]

@@ -220,7 +220,7 @@ def estimate_cycle(
     steps: Iterable[Step], shape: CycleShape, batch: int, context: int, floor_ms: float, hardware: Hardware, *, programmatic: bool
 ) -> CycleEstimate:
     """The estimate of one cycle, from its launches (:func:`graphspec.lab.predict.launches.planned_steps`)."""
-    at = Situation(context, programmatic)
+    at = Situation(context, programmatic, shape.is_chain)
     found = [estimate(step, at, hardware) for step in steps]
     return CycleEstimate(shape, batch, floor_ms, programmatic, by_kernel(found), _part("cycle", found))
 

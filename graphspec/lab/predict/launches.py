@@ -144,7 +144,7 @@ def record(plan: Plan, target: Decoder, draft: Any, lanes: int, sampling: Sampli
     def matmul_of_codes(x: Tensor, weight: Packed, bias: Tensor | None, float32: bool) -> Tensor:
         return matmul(x, dequantised(weight, x), bias, float32)
 
-    callables: dict[str, Callable[..., Any]] = {op.name: launcher(op) for op in OPS}
+    callables: dict[str, Callable[..., Any]] = {op.name: launcher(op, plan.numerics) for op in OPS}
     callables["linear"] = fused_linear(plan.numerics, products=Products(linear, linear_summed, matmul))
     of_codes = Products(packed_linear, packed_linear_summed, matmul_of_codes)
     callables["packed_linear"] = fused_packed_linear(plan.numerics, products=of_codes)

@@ -25,7 +25,7 @@ class AotCase:
     arguments: Callable[[], dict[str, Any]]
 
 
-def aot_case(name: str, op_name: str, sizes: Mapping[str, int], **given: Any) -> AotCase:
+def aot_case(name: str, op_name: str, sizes: Mapping[str, int], numerics: str = "fast", **given: Any) -> AotCase:
     """A call of an op's launcher with these sizes; see :meth:`graphspec.kernels.op.KernelOp.without_data`."""
     op = op_of(op_name)
-    return AotCase(name, launcher(op), lambda: op.signature.gather(op.without_data(sizes, **given)))
+    return AotCase(name, launcher(op, numerics), lambda: op.signature.gather(op.without_data(sizes, **given)))

@@ -50,6 +50,8 @@ STORED_ONCE: dict[str, frozenset[str]] = {
     "_least": frozenset({"values"}),
     # Gate and up have a half each.
     "_linear": frozenset({"partial"}),
+    # As of _tree_attention; parts of blocks that the window reaches have their own rows for each token.
+    "_position_attention": frozenset({"out", "part_acc", "part_stat", "counters"}),
     # Each iteration stores one level.
     "_marginal_pool": frozenset({"parent", "score", "token"}),
     # A message names each column of a row once.

@@ -1,0 +1,55 @@
+"""On a CPU the target's logits have the bits of plain decoding, whatever drafts: 0 differing tokens and 0 differing logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphspec import LLM, SamplingParams
+from tests.support.committed_logits import committed
+
+WORDS = (
+    "the", "river", "runs", "through", "a", "town", "where", "old", "books", "tell", "stories", "of", "light", "and", "stone", "what",
+    "does", "a", "hash", "map", "do", "with", "two", "equal", "keys",
+)  # fmt: skip
+ROWS: dict[str, Any] = {"max_rows": 4, "buckets": [4], "max_context": 256, "prefill_chunks": [16, 64]}
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "chain": {"variant": "ngram", "num_steps": 3, "topk": 1, "num_draft_tokens": 4},
+    "tree": {"variant": "ngram", "num_steps": 4, "topk": 4, "num_draft_tokens": 16, "page_size": 1},
+    "trie": {"variant": "ngram_trie", "num_steps": 4, "topk": 4, "num_draft_tokens": 16, "page_size": 64},
+}
+
+
+def requests(llm: LLM, count: int, tokens: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts of different lengths, which tells them apart; every second one is sampled."""
+    words = [llm.tokenizer.words(f" {word}") for word in WORDS]
+    asked = []
+    for index in range(count):
+        flat = [token for place in range(index + 3) for token in words[(5 * index + 3 * place) % len(words)]]
+        asked.append(flat[: index + 3])
+    seeded = ({"temperature": 0.0}, {"temperature": 0.8})
+    return asked, [SamplingParams(max_tokens=tokens, ignore_eos=True, seed=i, **seeded[i % 2]) for i in range(count)]
+
+
+@pytest.fixture(scope="module", params=[(6, 24), pytest.param((40, 64), marks=pytest.mark.full)], ids=["few", "many"])
+def plain(real: Path, request: pytest.FixtureRequest) -> Iterator[tuple[int, int, list[list[int]], dict[tuple[int, int], str]]]:
+    count, tokens = request.param
+    with LLM(real, variant="none", **ROWS) as llm:
+        assert llm.plan.numerics == "batch_invariant", "what auto means here"
+        outputs, found = committed(llm, *requests(llm, count, tokens))
+    yield count, tokens, [out.token_ids for out in outputs], found
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_drafts_change_no_bit_of_a_logit(real: Path, plain: Any, drafter: str) -> None:
+    count, tokens, expected, logits = plain
+    with LLM(real, **ROWS | DRAFTERS[drafter]) as llm:
+        outputs, found = committed(llm, *requests(llm, count, tokens))
+        assert llm.metrics is not None and llm.metrics.acceptance_length > 1.02, "some drafts are accepted, or the test shows nothing"
+        assert llm.metrics.numerics == "batch_invariant"
+    assert [out.token_ids for out in outputs] == expected
+    assert len(logits) == count * (tokens - 1)
+    assert {place: found.get(place) for place in logits} == logits
