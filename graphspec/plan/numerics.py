@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def resolve_numerics(config: KernelsConfig, mode: str, target: ModelFacts, *, device: str, dtype: str) -> str:
     """``fast`` or ``batch_invariant``: what was asked for, and for ``auto`` the latter where a pass of the target is one native op.
 
-    On a GPU ``auto`` is ``fast``: no GPU has confirmed the other, and the launch model puts it above 3 % of a chain's cycle.
+    On a GPU ``auto`` is ``fast``: no GPU has confirmed the other, and the launch model puts it above 3 % of most cycles.
 
     Args:
         config: the group ``kernels``.

@@ -11,6 +11,7 @@ import pytest
 from graphspec import LLM, SamplingParams
 from tests.support.committed_logits import committed
 
+pytestmark = pytest.mark.full
 WORDS = (
     "the", "river", "runs", "through", "a", "town", "where", "old", "books", "tell", "stories", "of", "light", "and", "stone", "what",
     "does", "a", "hash", "map", "do", "with", "two", "equal", "keys",
@@ -24,19 +25,19 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 
 
 def requests(llm: LLM, count: int, tokens: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of different lengths, which tells them apart; every second one is sampled."""
+    """Prompts of different lengths, which tells them apart; they repeat themselves, so that drafts are right. Every second is sampled."""
     words = [llm.tokenizer.words(f" {word}") for word in WORDS]
     asked = []
     for index in range(count):
-        flat = [token for place in range(index + 3) for token in words[(5 * index + 3 * place) % len(words)]]
-        asked.append(flat[: index + 3])
+        phrase = [token for place in range(5) for token in words[(5 * index + 3 * place) % len(words)]]
+        asked.append((12 * phrase)[: index + 15])
     seeded = ({"temperature": 0.0}, {"temperature": 0.8})
     return asked, [SamplingParams(max_tokens=tokens, ignore_eos=True, seed=i, **seeded[i % 2]) for i in range(count)]
 
 
-@pytest.fixture(scope="module", params=[(6, 24), pytest.param((40, 64), marks=pytest.mark.full)], ids=["few", "many"])
-def plain(real: Path, request: pytest.FixtureRequest) -> Iterator[tuple[int, int, list[list[int]], dict[tuple[int, int], str]]]:
-    count, tokens = request.param
+@pytest.fixture(scope="module")
+def plain(real: Path) -> Iterator[tuple[int, int, list[list[int]], dict[tuple[int, int], str]]]:
+    count, tokens = 40, 64
     with LLM(real, variant="none", **ROWS) as llm:
         assert llm.plan.numerics == "batch_invariant", "what auto means here"
         outputs, found = committed(llm, *requests(llm, count, tokens))
@@ -48,7 +49,7 @@ def test_drafts_change_no_bit_of_a_logit(real: Path, plain: Any, drafter: str) -
     count, tokens, expected, logits = plain
     with LLM(real, **ROWS | DRAFTERS[drafter]) as llm:
         outputs, found = committed(llm, *requests(llm, count, tokens))
-        assert llm.metrics is not None and llm.metrics.acceptance_length > 1.02, "some drafts are accepted, or the test shows nothing"
+        assert llm.metrics is not None and llm.metrics.acceptance_length > 1.1, "some drafts are accepted, or the test shows nothing"
         assert llm.metrics.numerics == "batch_invariant"
     assert [out.token_ids for out in outputs] == expected
     assert len(logits) == count * (tokens - 1)

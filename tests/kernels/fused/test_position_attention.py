@@ -38,7 +38,8 @@ def tiled(monkeypatch: pytest.MonkeyPatch, rows: int, block: int, *, multiproces
     monkeypatch.setattr(by_slot, "RUN", 2 * block)
     monkeypatch.setattr(by_slot, "STRETCH", 8 * block)
     monkeypatch.setattr(by_slot, "tile_shape", lambda dim, dtype: (rows, block, 4))
-    monkeypatch.setattr(by_slot, "multiprocessors", lambda device: multiprocessors)
+    for kernel in (by_slot, fused):
+        monkeypatch.setattr(kernel, "multiprocessors", lambda device: multiprocessors)
 
 
 def random_tree(nodes: int, generator: torch.Generator) -> list[list[int]]:

@@ -142,9 +142,4 @@ AOT["tree_attention"] = (
     _tree_attention("f32-d256-t8", 1, 8, heads=16, dim=256, dtype=torch.float32),
 )
 
-AOT["position_attention"] = (
-    _tree_attention("llama-8b-t8", 1, 8, numerics="batch_invariant"),
-    _tree_attention("llama-8b-t128", 1, 128, numerics="batch_invariant"),
-    # Four launches of 128 tokens.
-    _chunk_attention("llama-8b-c512", 512, numerics="batch_invariant"),
-)
+AOT["position_attention"] = (_tree_attention("llama-8b-t8", 1, 8, numerics="batch_invariant"),)

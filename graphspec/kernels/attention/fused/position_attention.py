@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused import _partials as partials
-from ...fused.launch import INTERPRETED, Launch, launch, operator, semaphores
+from ...fused.launch import INTERPRETED, Launch, launch, multiprocessors, operator, semaphores
 from ...fused.work import ARRIVAL, Situation, Work, works
 from ...registry import op_of
 from . import tree_attention as by_slot
@@ -494,7 +494,7 @@ def _attend(
     length = table.shape[1] * page_size
     words = 1 if ancestors is None else ancestors.shape[2]
     tiles, pairs, blocks = triton.cdiv(tokens * repeat, rows), lanes * groups, triton.cdiv(length, block)
-    places = by_slot.PROGRAMS_PER_MULTIPROCESSOR * by_slot.multiprocessors(query.device)
+    places = by_slot.PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(query.device)
     programs = min(max(places // (tiles * pairs), 1), blocks)
     # Whole units, the rest of a run, and the blocks that the window reaches.
     slots = (
