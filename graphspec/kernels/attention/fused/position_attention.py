@@ -29,7 +29,7 @@ from ...registry import op_of
 from . import tree_attention as by_slot
 from .tree_attention import score_factors
 
-MOST_CHANNELS = 8192
+MAX_CHANNELS = 8192
 """Slots times channels of a block."""
 CHUNK_TOKENS = 128
 """Tokens of a chunk per launch, which bounds the partials in memory."""
@@ -209,8 +209,8 @@ def _work(launch: Launch, at: Situation) -> Work:
     block, run = values["BLOCK"], values["RUN"]
     tokens = values["all_rows"] // values["REPEAT"]
     slots = min(at.context + tokens, values["length"])
-    blocks, most = -(-slots // block), values["UNITS_PER_PROGRAM"] * values["programs"]
-    unit = 1 if blocks <= most else run if -(-blocks // run) <= most else values["STRETCH"]
+    blocks, maximum = -(-slots // block), values["UNITS_PER_PROGRAM"] * values["programs"]
+    unit = 1 if blocks <= maximum else run if -(-blocks // run) <= maximum else values["STRETCH"]
     # The last run is a unit of its own.
     units = blocks if unit == 1 else blocks // unit + 1
     rows = min(values["ROWS"], values["part_rows"])
@@ -297,9 +297,9 @@ def _position_attention(
         tail = tl.minimum(tl.maximum(prefix // BLOCK, first), last)
         tokens = (tl.minimum(all_rows, tile * ROWS + ROWS) - 1) // REPEAT - tile * ROWS // REPEAT + 1
 
-    most = UNITS_PER_PROGRAM * programs
-    unit = tl.where(tail - first <= most, 1, RUN)
-    unit = tl.where((tail + RUN - 1) // RUN - first // RUN <= most, unit, STRETCH)
+    maximum = UNITS_PER_PROGRAM * programs
+    unit = tl.where(tail - first <= maximum, 1, RUN)
+    unit = tl.where((tail + RUN - 1) // RUN - first // RUN <= maximum, unit, STRETCH)
     first_unit = first // unit
     units = (tail + unit - 1) // unit - first_unit
     units = tl.where(tail > first, units, 0)
@@ -489,7 +489,7 @@ def _attend(
     pool = kv_pool[layer]
     rows, block, warps = by_slot.tile_shape(dim, query.dtype)
     # Keys and values of 128 slots of 128 channels, next to the places of a token's own ones, would spill.
-    block = min(block, MOST_CHANNELS // max(dim, 1)) if query.dtype != torch.float32 else block
+    block = min(block, MAX_CHANNELS // max(dim, 1)) if query.dtype != torch.float32 else block
     repeat, pad, exact = heads // groups, max(16, triton.next_power_of_2(dim)), query.dtype == torch.float32
     length = table.shape[1] * page_size
     words = 1 if ancestors is None else ancestors.shape[2]
