@@ -23,6 +23,7 @@ from .layer_kinds import (
     gemma2_keys,
     gemma3_keys,
     gemma_keys,
+    gpt_oss_keys,
     listed_layers_rotate,
     no_window,
     olmo3_keys,
@@ -36,6 +37,7 @@ from .layer_kinds import (
 from .layouts import (
     BAMBA_LAYOUT,
     FUSED_LAYOUT,
+    GPT_OSS_LAYOUT,
     GRANITE_LAYOUT,
     LANGUAGE_LAYOUT,
     NEMOTRON_LAYOUT,
@@ -56,7 +58,7 @@ from .mamba import (
     read_nemotron_experts,
     read_nemotron_ssm,
 )
-from .moe import ExpertFacts, read_deepseek_experts, read_qwen3_5_experts, read_qwen3_experts, read_qwen3_next_experts
+from .moe import ExpertFacts, read_deepseek_experts, read_gpt_oss_experts, read_qwen3_5_experts, read_qwen3_experts, read_qwen3_next_experts
 from .multipliers import Multipliers, read_falcon_multipliers, read_gemma_multipliers, read_granite_multipliers
 from .recurrent import RecurrentFacts, read_gated_delta
 from .rope import ROPE_KINDS, RopeFacts
@@ -332,6 +334,19 @@ OLMO2 = Family(
     multi_head=True,
     max_positions=2048,
 )
+GPT_OSS = Family(
+    name="gpt_oss",
+    architectures=("GptOssForCausalLM",),
+    layout=GPT_OSS_LAYOUT,
+    attention_bias="stated",
+    norm="float32",
+    attention_sinks=True,
+    usual=gpt_oss_keys,
+    window=window_by_kind,
+    experts=read_gpt_oss_experts,
+    max_positions=131072,
+)
+"""Sinks, every second layer with a window, and clamped experts with biases (arXiv 2508.10925)."""
 KIMI_LINEAR = Family(
     name="kimi_linear",
     architectures=("KimiLinearForCausalLM",),
@@ -463,6 +478,7 @@ FAMILIES: tuple[Family, ...] = (
     GRANITE_HYBRID,
     BAMBA,
     FALCON_H1,
+    GPT_OSS,
     KIMI_LINEAR,
 )
 ENTRY_POINTS = "graphspec.families"

@@ -213,6 +213,28 @@ def smollm3_keys(keys: Keys) -> Keys:
     return Keys(values, keys.where)
 
 
+def gpt_oss_keys(keys: Keys) -> Keys:
+    """gpt-oss's config with ``layer_types``, where every second layer sees everything, and what transformers takes for granted.
+
+    Raises:
+        CheckpointError: no number of layers.
+    """
+    stated = {key: value for key, value in keys.values.items() if value is not None}
+    values = {"attention_bias": True, "sliding_window": 128, **stated}
+    if "sliding_window" in keys.values and keys.values["sliding_window"] is None:
+        values["sliding_window"] = None
+    if not keys.present("layer_types"):
+        values["layer_types"] = _every(keys, 2)
+    if not _states_base(keys):
+        values["rope_theta"] = 150000.0
+    if not keys.present("rope_parameters") and not keys.present("rope_scaling"):
+        values["rope_scaling"] = {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        }  # fmt: skip
+    return Keys(values, keys.where)
+
+
 def one_group_keys(keys: Keys) -> Keys:
     """The config with experts in one group where it doesn't say, as transformers takes it."""
     stated = {key: value for key, value in keys.values.items() if value is not None}

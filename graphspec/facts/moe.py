@@ -34,6 +34,11 @@ class ExpertFacts:
     scaling: float = 1.0
     float32_router: bool = False
     """Router weights and logits are float32, whatever the dtype of the model."""
+    biases: bool = False
+    """Router and experts have biases."""
+    alpha: float = 1.0
+    limit: float = 0.0
+    """Of clamped SwiGLU, see :func:`graphspec.kernels.linear.moe_mlp.moe_mlp`; a limit of 0: not clamped."""
 
 
 def _read_count(keys: Keys, name: str, num_layers: int) -> int:
@@ -90,6 +95,26 @@ def read_qwen3_5_experts(keys: Keys, num_layers: int) -> ExpertFacts:
     stated = {key: value for key, value in keys.values.items() if value is not None}
     fixed = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
     return read_qwen3_next_experts(Keys({"num_experts_per_tok": 8, **stated, **fixed}, keys.where), num_layers)
+
+
+def read_gpt_oss_experts(keys: Keys, num_layers: int) -> ExpertFacts:
+    """gpt-oss (arXiv 2508.10925): softmax over the chosen experts, biases, clamped SwiGLU; every layer is a mixture.
+
+    Raises:
+        CheckpointError: a key that is missing, wrong or not supported.
+    """
+    name = "num_experts" if keys.present("num_experts") else "num_local_experts"
+    experts = _read_count(keys, name, num_layers)
+    return ExpertFacts(
+        layers=(True,) * num_layers,
+        num_experts=experts,
+        topk=_read_topk(keys, experts, 4),
+        intermediate_size=keys.integer("intermediate_size", most=MOST_WIDTH),
+        normalize=True,
+        biases=True,
+        alpha=keys.number("swiglu_alpha", 1.702),
+        limit=keys.number("swiglu_limit", 7.0),
+    )
 
 
 def _one_of(keys: Keys, key: str, *allowed: str) -> str:

@@ -172,7 +172,7 @@ def group_parameters(
         itemsize: bytes of a parameter, except of those a module keeps in float32 (``float32_names``).
         leave_out: prefixes of names.
         without: a network whose weights are not counted, where the two share some.
-        packed: linear layers hold in 16 bits what their checkpoint has in 16 bits.
+        packed: linear layers and experts hold in 16 bits what their checkpoint has in 16 bits.
     """
     skipped = {id(one) for one in (*without.parameters(), *without.modules())} if without is not None else set()
     found: dict[int, tuple[str, int, int]] = {}
@@ -186,6 +186,8 @@ def group_parameters(
         width = 4 if leaf in getattr(owner, "float32_names", ()) else itemsize
         if packed and isinstance(owner, Linear) and leaf == "weight" and owner.stored is not None:
             width = owner.stored.itemsize
+        if packed and isinstance(owner, MixtureOfExperts) and (stored := owner.stored.get(leaf)) is not None:
+            width = stored.itemsize
         found[id(parameter)] = (group, parameter.numel(), parameter.numel() * width)
     for name, weight in network.named_modules(remove_duplicate=False):
         if isinstance(weight, PackedWeight) and id(weight) not in skipped and not name.startswith(tuple(leave_out)):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from torch import Tensor, nn
 
 from ..kernels import resolve
+from .experts import MixtureOfExperts
 from .layers import Embedding, Linear, RMSNorm, SelfAttention
 from .mlp import MLP, GeluMLP
 from .packed_weight import PackedWeight
@@ -234,6 +235,6 @@ def pack_network(network: nn.Module, plan: Plan) -> str | None:
         pack: Callable[[], str | None] | None = getattr(network, "pack_stack", None)
         reason = "a network of another package" if pack is None else pack()
     for module in list(network.modules()):
-        if isinstance(module, Linear) or (isinstance(module, Embedding) and (reason is None or module.has_codes)):
+        if isinstance(module, Linear | MixtureOfExperts) or (isinstance(module, Embedding) and (reason is None or module.has_codes)):
             module.pack()
     return reason
