@@ -27,7 +27,7 @@ from ..engine.request import Request, SamplingParams
 from ..engine.self_test import AcceptanceTest
 from ..engine.tuning import tune_program
 from ..errors import ConfigError
-from ..facts import check_tokenizer, read_model_facts, read_sampling_defaults
+from ..facts import check_tokenizer, read_sampling_defaults
 from ..facts.folders import DEMO, draft_folder, model_folder
 from ..graphs.capture import CaptureRecord
 from ..graphs.cycle import Cycle
@@ -37,7 +37,7 @@ from ..graphs.ranks import FollowingCycle, LeadingCycle
 from ..host.progress import Display, Progress, display_of
 from ..models.layers import join_ranks, use_kernels
 from ..models.stack import pack_network, uses_packed_weights
-from ..models.target import load_target
+from ..models.target import load_target, read_target_facts
 from ..models.token_map import apply_token_map, load_token_map
 from ..plan.buffers import DTYPES
 from ..plan.plan import Plan, make_plan
@@ -160,7 +160,7 @@ class LLM:
     def _plan(self, rank: int = 0) -> Plan:
         device = prepare_device(self.config.hardware, self.config.runtime.tensor_parallel)
         variant = resolve_variant(self.config.variant.name)
-        target = read_model_facts(self.folder)
+        target = read_target_facts(self.config, self.folder)
         self.ends = find_ends(target, (lambda: self.tokenizer) if self._has_tokenizer else None)
         target = replace(target, eos_token_ids=tuple(self.ends))
         draft = None

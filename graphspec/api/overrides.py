@@ -25,6 +25,7 @@ class Overrides(TypedDict, total=False):
     # model
     path: str
     revision: str | None
+    family: str
     max_context: int | None
     generation_config: str
 

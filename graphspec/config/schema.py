@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
-from typing import Any
 
 from ..errors import ConfigError
 from ..shapes import NEUTRAL, sampling_class_of
 from .catalog import resolve_acceptance_rule
-from .checks import FLOAT32_LEAST, INT32_MOST, INT64_MOST, Errors, ascending, brief, check_fields, in_range, one_of, usable_temperature
+from .checks import INT32_MOST, ascending, brief, check_fields, in_range, one_of, usable_temperature
+from .sampling_checks import check_sampling
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RUNTIMES = ("auto", "eager", "compiled", "captured")
@@ -28,6 +28,7 @@ DRAFT_NOISES = ("coupled", "none")
 DRAFT_PARALLEL = ("auto", "replicated", "sharded")
 NGRAM_MATCHES = ("bfs", "prob")
 GENERATION_CONFIGS = ("auto", "ignore")
+MODEL_FAMILIES = ("auto", "transformers")
 
 MAX_ROWS = 65536
 """Most rows or lanes; like the bounds below far above real use, to refuse typing errors before memory is counted."""
@@ -39,73 +40,8 @@ MAX_ENTRIES = 65536
 """Most stop ids or biased tokens of a request."""
 MAX_NGRAM = 1024
 MAX_THREADS = 4096
-MOST_SAMPLES = 65536
-"""Most outputs of one prompt. Far above real use, to catch typing errors."""
-TEMPERATURES = (0, 1e5)
-"""Bounds of a temperature; noise multiplied by the largest stays finite in float32."""
-REPETITIONS = (0.01, 100.0)
-"""Bounds of the repetition penalty: what it makes of a logit is finite in float32 up to logits of 3e36."""
-PENALTY_LIMIT = 2.0
-BIAS_LIMIT = 100.0
-SEEDS = (-(2**63), 2**64 - 1)
 LEAST, MOST = 1e-9, 1e9
 """Bounds of measured quantities, in any unit."""
-
-
-def check_defaults(params: Any, prefix: str, error: Errors) -> None:
-    """Check the bounds of the fields of :class:`SamplingDefaults`; their types are checked already. None passes: it says nothing.
-
-    Raises:
-        GraphspecError: of class ``error``; names ``prefix`` and the field.
-    """
-    in_range(f"{prefix}temperature", params.temperature, *TEMPERATURES, error=error)
-    in_range(f"{prefix}top_k", params.top_k, -1, INT64_MOST, error=error)
-    in_range(f"{prefix}repetition_penalty", params.repetition_penalty, *REPETITIONS, error=error)
-    if params.top_p is not None and not FLOAT32_LEAST <= params.top_p <= 1:
-        raise error(f"{prefix}top_p", f"a number above 0 ({FLOAT32_LEAST:.0e} or more), at most 1", params.top_p)
-    if params.min_p and not FLOAT32_LEAST <= params.min_p <= 1:
-        raise error(f"{prefix}min_p", f"0, or a number of {FLOAT32_LEAST:.0e} or more, at most 1", params.min_p)
-
-
-def check_sampling(params: Any, error: Errors) -> None:
-    """Check the bounds of :class:`SamplingConfig` and ``SamplingParams`` that depend on no engine; their types are checked already.
-
-    Raises:
-        GraphspecError: of class ``error``; names ``sampling.<field>``.
-    """
-    check_defaults(params, "sampling.", error)
-    # Without a new token there is still a prompt to return.
-    scores = getattr(params, "echo", False) or getattr(params, "prompt_logprobs", None) is not None
-    limits: dict[str, tuple[float, float]] = {
-        "max_tokens": (0 if scores else 1, INT64_MOST),
-        "presence_penalty": (-PENALTY_LIMIT, PENALTY_LIMIT),
-        "frequency_penalty": (-PENALTY_LIMIT, PENALTY_LIMIT),
-    }
-    for name, (least, most) in limits.items():
-        in_range(f"sampling.{name}", getattr(params, name), least, most, error=error)
-    if params.seed is not None and not SEEDS[0] <= params.seed <= SEEDS[1]:
-        raise error("sampling.seed", "null, or a 64-bit integer", brief(params.seed))
-    in_range("sampling.n", params.n, 1, MOST_SAMPLES, error=error)
-    if params.n > 1 and params.temperature == 0:
-        raise error("sampling.n", "1 at temperature 0, where all outputs would be the same", params.n)
-    longest = INT64_MOST if params.max_tokens is None else params.max_tokens
-    most = min(longest, INT32_MOST)
-    if not 0 <= params.min_tokens <= most:
-        whose = " = max_tokens" if most == longest else ""
-        raise error("sampling.min_tokens", f"an integer >= 0, at most {most}{whose}", brief(params.min_tokens))
-    in_range("sampling.logprobs", params.logprobs, 0, INT32_MOST, error=error)
-    for name in ("stop_token_ids", "allowed_token_ids"):
-        for place, token in enumerate(getattr(params, name) or ()):
-            in_range(f"sampling.{name}[{place}]", token, 0, INT64_MOST, error=error)
-    if params.allowed_token_ids is not None and not params.allowed_token_ids:
-        raise error("sampling.allowed_token_ids", "null, or at least one token id", [])
-    for name in ("stop", "bad_words"):
-        for place, text in enumerate(getattr(params, name) or ()):
-            if not text.strip() if name == "bad_words" else not text:
-                raise error(f"sampling.{name}[{place}]", "text that is not empty", repr(text))
-    for token, value in (params.logit_bias or {}).items():
-        in_range("sampling.logit_bias", token, 0, INT64_MOST, error=error)
-        in_range(f"sampling.logit_bias[{token}]", value, -BIAS_LIMIT, BIAS_LIMIT, error=error)
 
 
 @dataclass(kw_only=True)
@@ -179,6 +115,9 @@ class ModelConfig:
     shipped with the package, or ``smollm2`` for one that ``graphspec fetch`` brings."""
     revision: str | None = None
     """Branch, tag or commit of a model from the Hub; null: its main branch."""
+    family: str = "auto"
+    """auto: a family of graphspec, by the architecture in config.json; transformers: the modules of transformers, for a model that has no
+    family here. Slower; without compiled and captured cycles, and without drafters that read the target."""
     max_context: int | None = None
     """Longest prompt plus output, in tokens; null: what the checkpoint allows."""
     generation_config: str = "auto"
@@ -189,6 +128,7 @@ class ModelConfig:
         check_fields(self, "model", paths=("path",))
         in_range("model.max_context", self.max_context, 2, INT32_MOST)
         one_of("model.generation_config", self.generation_config, GENERATION_CONFIGS)
+        one_of("model.family", self.family, MODEL_FAMILIES)
 
 
 @dataclass(kw_only=True)

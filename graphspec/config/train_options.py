@@ -8,7 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 from .checks import INT32_MOST, INT64_MOST, brief, check, check_fields, in_range, one_of, path, real
-from .schema import LEAST, MOST, SEEDS
+from .sampling_checks import SEEDS
+from .schema import LEAST, MOST
 
 DTYPES = ("float32", "bfloat16")
 SCHEDULES = ("linear", "cosine", "constant")

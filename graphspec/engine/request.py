@@ -13,7 +13,8 @@ from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 from ..config.checks import INT32_MOST, brief, check_fields, cut, in_range, usable_temperature
 from ..config.hints import hint_for_sampling
-from ..config.schema import SamplingConfig, check_sampling
+from ..config.sampling_checks import check_sampling
+from ..config.schema import SamplingConfig
 from ..errors import GraphspecError, RequestError
 from ..graphs.grammar import Grammar
 from ..shapes import GREEDY, NEUTRAL, SamplingClass, SamplingDefaults, drawing_class

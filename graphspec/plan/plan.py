@@ -27,12 +27,13 @@ from ..shapes import (  # fmt: skip
 )
 from .acceptance import AcceptPlan, resolve_accept
 from .draft_parallel import DraftParallel, resolve_draft_parallel
+from .own_modules import check_own_modules
 from .runtime import Runtime, resolve_runtime
 from .static_tree import StaticTree
 
 if TYPE_CHECKING:
     from ..facts import DraftFacts, ModelFacts
-    from ..facts.families import Family
+    from ..facts.family import Family
 
 logger = logging.getLogger(__name__)
 
@@ -386,6 +387,8 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         if narrowest is not None and narrowest < entries[whose]:
             expected = f"few enough that a pass of {entries[whose]} tokens lies in the {whose}'s sliding window of {narrowest}"
             raise ConfigError("variant.num_steps", expected, shape.num_steps)
+    if target.family.own_modules:
+        check_own_modules(config)
     if target.sharding.sharded:
         _check_ranks(config, target)
     if config.variant.token_map is not None and not variant.full_vocabulary:
@@ -434,7 +437,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
     prefill_lanes = 1 if config.kernels.attention in HOST_STEP_OVER_LATENT_ROWS else min(runtime.prefill_lanes, runtime.max_rows)
     page_updates = largest * (math.ceil((accept + window) / runtime.page_size) + 1)
 
-    chosen = resolve_runtime(runtime.name, device)
+    chosen = resolve_runtime(runtime.name, device, eager=target.family.own_modules)
     kernels = config.kernels.mode if config.kernels.mode != "auto" else chosen.kernels
     if kernels == "compiled" and not config.kernels.compile_around:
         raise ConfigError("kernels.compile_around", "true with kernels.mode=compiled, which compiles everything", False)

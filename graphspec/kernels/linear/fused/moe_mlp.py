@@ -27,6 +27,8 @@ from .linear import stored
 SCANNED = 512
 """Most choices (tokens x experts per token) that programs scan themselves."""
 
+FEW = 64
+"""Most choices for which four warps have the registers that codes need."""
 GATE_ROWS, ROWS = 32, 64
 """Rows per program, of gate and of up projection, and of any other projection."""
 
@@ -97,24 +99,20 @@ def _work(launch: Launch, at: Situation) -> Work:
 
 @triton.jit
 def _tile(
-    weights, fields, entries, first, row, inside, start, inputs,
+    rows_at, fields, entries, inside, start, inputs,
     CODE: tl.constexpr, FLOAT8: tl.constexpr, GROUP: tl.constexpr, DIVIDES: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
     """Numbers ``[rows, STEP]`` of weights from channel ``start`` on; 0 past the last one.
 
     Args:
-        weights: ``[all rows, inputs]``, numbers or codes.
+        rows_at: ``[rows, 1]``, where rows of numbers or codes begin.
         fields, entries: of codes, see :func:`~._packed.fields_from`.
-        first: int64, row of the weights from which on rows count.
-        row: int32.
-        inside: bool, rows that are read.
+        inside: bool ``[rows, 1]``, rows that are read.
     """
     PAIR: tl.constexpr = pair(CODE)
-    column = start // PAIR + tl.arange(0, STEP // PAIR)
-    at = weights + first * (inputs // PAIR) + (row[:, None] * (inputs // PAIR) + column[None, :])
-    mask = inside[:, None] if EVEN else inside[:, None] & (column < inputs // PAIR)[None, :]
-    tile = tl.load(at, mask=mask, other=0)
+    column = (start // PAIR + tl.arange(0, STEP // PAIR))[None, :]
+    tile = tl.load(rows_at + column, mask=inside if EVEN else inside & (column < inputs // PAIR), other=0)
     if CODE != "":
         tile = dequantised(tile, entries, fields, CODE, FLOAT8, GROUP, DIVIDES, dtype)
         if not EVEN:
@@ -141,10 +139,12 @@ def _gate_up(
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, STEP)
     halves: tl.constexpr = 2 if GATED else 1
-    inside = row < width
-    # Rows past the end repeat the last one; they are not stored.
-    kept = tl.minimum(row, width - 1)
+    inside = (row < width)[:, None]
     first = (expert * halves + halves - 1) * width
+    PAIR: tl.constexpr = pair(CODE)
+    up_at = weights + first * (hidden // PAIR) + row[:, None] * (hidden // PAIR)
+    # Fields of rows past the end are those of the last one.
+    up_row = first + tl.minimum(row, width - 1)
     fields = (
         scales, super_scales, zeros, minimums, super_minimums, group_of, columns, super_columns, super_minimum_columns, hidden,
     )  # fmt: skip
@@ -158,29 +158,29 @@ def _gate_up(
         up_entries, gate_entries = 0, 0
         if CODE != "":
             # One step ahead of their codes.
-            up_entries = fields_from(None, fields, first + kept, 0, GROUP, SUPER, SUPER_MINIMUM, STEP)
+            up_entries = fields_from(None, fields, up_row, 0, GROUP, SUPER, SUPER_MINIMUM, STEP)
             if GATED:
-                gate_entries = fields_from(None, fields, first - width + kept, 0, GROUP, SUPER, SUPER_MINIMUM, STEP)
+                gate_entries = fields_from(None, fields, up_row - width, 0, GROUP, SUPER, SUPER_MINIMUM, STEP)
         for offset in range(0, hidden, STEP):
             column = (offset + channel)[None, :]
             right = alive[:, None] if EVEN else alive[:, None] & (column < hidden)
-            ups = _tile(weights, fields, up_entries, first, kept, inside, offset, hidden, CODE, FLOAT8, GROUP, DIVIDES, STEP, EVEN, dtype)
+            ups = _tile(up_at, fields, up_entries, inside, offset, hidden, CODE, FLOAT8, GROUP, DIVIDES, STEP, EVEN, dtype)
             tokens = tl.trans(tl.load(token_rows + column, mask=right, other=0.0))
             if GATED:
                 gates = _tile(
-                    weights, fields, gate_entries, first - width, kept, inside, offset, hidden,
+                    up_at - width * (hidden // PAIR), fields, gate_entries, inside, offset, hidden,
                     CODE, FLOAT8, GROUP, DIVIDES, STEP, EVEN, dtype,
                 )  # fmt: skip
                 gate = tl.dot(gates, tokens, gate, input_precision="ieee")
             up = tl.dot(ups, tokens, up, input_precision="ieee")
             if CODE != "":
-                up_entries = fields_from(up_entries, fields, first + kept, offset + STEP, GROUP, SUPER, SUPER_MINIMUM, STEP)
+                up_entries = fields_from(up_entries, fields, up_row, offset + STEP, GROUP, SUPER, SUPER_MINIMUM, STEP)
                 if GATED:
-                    gate_entries = fields_from(gate_entries, fields, first - width + kept, offset + STEP, GROUP, SUPER, SUPER_MINIMUM, STEP)
+                    gate_entries = fields_from(gate_entries, fields, up_row - width, offset + STEP, GROUP, SUPER, SUPER_MINIMUM, STEP)
         if bias is not None:
-            up += tl.load(bias + first + row, mask=inside, other=0.0).to(tl.float32)[:, None]
+            up += tl.load(bias + first + row[:, None], mask=inside, other=0.0).to(tl.float32)
             if GATED:
-                gate += tl.load(bias + first - width + row, mask=inside, other=0.0).to(tl.float32)[:, None]
+                gate += tl.load(bias + first - width + row[:, None], mask=inside, other=0.0).to(tl.float32)
         # Comparisons are written so that NaN stays NaN.
         if CLAMPED:
             gate = tl.where(gate > limit, limit, gate)
@@ -191,7 +191,7 @@ def _gate_up(
         else:
             positive = tl.where(up < 0.0, 0.0, up)
             active = positive * positive
-        tl.store(out + choice.to(tl.int64)[None, :] * width + row[:, None], active, mask=inside[:, None] & alive[None, :])
+        tl.store(out + choice.to(tl.int64)[None, :] * width + row[:, None], active, mask=inside & alive[None, :])
 
 
 @works(_work)
@@ -213,9 +213,11 @@ def _down(
     tile = tl.program_id(1)
     row = tile * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, STEP)
-    inside = row < hidden
-    kept = tl.minimum(row, hidden - 1)
+    inside = (row < hidden)[:, None]
     first = expert * hidden
+    PAIR: tl.constexpr = pair(CODE)
+    down_at = weights + first * (width // PAIR) + row[:, None] * (width // PAIR)
+    down_row = first + tl.minimum(row, hidden - 1)
     fields = (
         scales, super_scales, zeros, minimums, super_minimums, group_of, columns, super_columns, super_minimum_columns, width,
     )  # fmt: skip
@@ -226,23 +228,24 @@ def _down(
         mixed = tl.zeros((ROWS, BLOCK_T), tl.float32)
         entries = 0
         if CODE != "":
-            entries = fields_from(None, fields, first + kept, 0, GROUP, SUPER, SUPER_MINIMUM, STEP)
+            entries = fields_from(None, fields, down_row, 0, GROUP, SUPER, SUPER_MINIMUM, STEP)
         for offset in range(0, width, STEP):
             column = (offset + channel)[None, :]
             right = alive[:, None] if EVEN else alive[:, None] & (column < width)
-            downs = _tile(weights, fields, entries, first, kept, inside, offset, width, CODE, FLOAT8, GROUP, DIVIDES, STEP, EVEN, dtype)
+            downs = _tile(down_at, fields, entries, inside, offset, width, CODE, FLOAT8, GROUP, DIVIDES, STEP, EVEN, dtype)
             inputs = tl.trans(tl.load(choice_rows + column, mask=right, other=0.0))
             mixed = tl.dot(downs, inputs, mixed, input_precision="ieee")
             if CODE != "":
-                entries = fields_from(entries, fields, first + kept, offset + STEP, GROUP, SUPER, SUPER_MINIMUM, STEP)
+                entries = fields_from(entries, fields, down_row, offset + STEP, GROUP, SUPER, SUPER_MINIMUM, STEP)
         if bias is not None:
-            mixed += tl.load(bias + first + row, mask=inside, other=0.0).to(tl.float32)[:, None]
-        tl.store(partial + choice.to(tl.int64)[None, :] * hidden + row[:, None], mixed, mask=inside[:, None] & alive[None, :])
+            mixed += tl.load(bias + first + row[:, None], mask=inside, other=0.0).to(tl.float32)
+        tl.store(partial + choice.to(tl.int64)[None, :] * hidden + row[:, None], mixed, mask=inside & alive[None, :])
 
     tl.debug_barrier()
     if tl.atomic_add(counters + tile, 1, sem="acq_rel") == programs - 1:
         tl.store(counters + tile, 0)
         tl.debug_barrier()
+        whole = row < hidden
         for start in range(0, tokens, MERGED):
             token = start + tl.arange(0, MERGED)
             summed = tl.zeros((MERGED, ROWS), tl.float32)
@@ -252,16 +255,16 @@ def _down(
                 share = tl.load(weight + choice, mask=chosen, other=0.0)
                 # Written by other programs: bypass L1.
                 source = partial + choice[:, None] * hidden + row[None, :]
-                part = tl.load(source, mask=chosen[:, None] & inside[None, :], other=0.0, cache_modifier=".cg")
+                part = tl.load(source, mask=chosen[:, None] & whole[None, :], other=0.0, cache_modifier=".cg")
                 summed += share[:, None] * part
-            tl.store(out + token.to(tl.int64)[:, None] * hidden + row[None, :], summed, mask=(token < tokens)[:, None] & inside[None, :])
+            tl.store(out + token.to(tl.int64)[:, None] * hidden + row[None, :], summed, mask=(token < tokens)[:, None] & whole[None, :])
 
 
 def _shape(weight: Tensor | Packed, choices: int) -> dict[str, int]:
     """Tokens of a block, and warps: codes and what they become need more registers, with many tokens or scales of scales."""
     scaled_twice = isinstance(weight, Packed) and weight.super_scales is not None
     many = 16 if scaled_twice else 64
-    warps = 8 if isinstance(weight, Packed) and (choices > SCANNED or scaled_twice) else 4
+    warps = 8 if isinstance(weight, Packed) and (choices > FEW or scaled_twice) else 4
     return {"BLOCK_T": 16 if choices <= SCANNED else many, "num_warps": warps}
 
 
