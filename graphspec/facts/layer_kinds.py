@@ -223,6 +223,8 @@ def gpt_oss_keys(keys: Keys) -> Keys:
     values = {"attention_bias": True, "sliding_window": 128, **stated}
     if "sliding_window" in keys.values and keys.values["sliding_window"] is None:
         values["sliding_window"] = None
+    if not keys.present("dtype") and not keys.present("torch_dtype"):
+        values["dtype"] = "bfloat16"
     if not keys.present("layer_types"):
         values["layer_types"] = _every(keys, 2)
     if not _states_base(keys):

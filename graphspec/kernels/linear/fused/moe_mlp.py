@@ -181,11 +181,11 @@ def _gate_up(
             up += tl.load(bias + first + row[:, None], mask=inside, other=0.0).to(tl.float32)
             if GATED:
                 gate += tl.load(bias + first - width + row[:, None], mask=inside, other=0.0).to(tl.float32)
-        # Comparisons are written so that NaN stays NaN.
+        # NaN stays NaN.
         if CLAMPED:
-            gate = tl.where(gate > limit, limit, gate)
-            up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-            active = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+            gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+            active = gate / (1.0 + tl.exp(-(alpha * gate))) * (up + 1.0)
         elif GATED:
             active = gate / (1.0 + tl.exp(-gate)) * up
         else:
@@ -260,12 +260,14 @@ def _down(
             tl.store(out + token.to(tl.int64)[:, None] * hidden + row[None, :], summed, mask=(token < tokens)[:, None] & whole[None, :])
 
 
-def _shape(weight: Tensor | Packed, choices: int) -> dict[str, int]:
-    """Tokens of a block, and warps: codes and what they become need more registers, with many tokens or scales of scales."""
+def _shape(weight: Tensor | Packed, choices: int, *, clamped: bool = False) -> dict[str, int]:
+    """Tokens of a block, warps and stages: codes and what they become need more registers, with many tokens or scales of scales."""
     scaled_twice = isinstance(weight, Packed) and weight.super_scales is not None
     many = 16 if scaled_twice else 64
     warps = 8 if isinstance(weight, Packed) and (choices > FEW or scaled_twice) else 4
-    return {"BLOCK_T": 16 if choices <= SCANNED else many, "num_warps": warps}
+    # With limits and biases, a fourth stage of numbers spills.
+    stages = 3 if clamped and not isinstance(weight, Packed) else 4
+    return {"BLOCK_T": 16 if choices <= SCANNED else many, "num_warps": warps, "num_stages": stages}
 
 
 def experts_of(
@@ -295,7 +297,6 @@ def experts_of(
         "PER_EXPERT": choices > experts,
         "PADDED": triton.next_power_of_2(choices) if choices <= SCANNED else 1,
         "STEP": step,
-        "num_stages": 4,
     }
     active = x_TH.new_empty(choices, width)
     partial = x_TH.new_empty(choices, hidden, dtype=torch.float32)
@@ -305,7 +306,7 @@ def experts_of(
         _gate_up, (programs, triton.cdiv(width, up_rows)),
         x_TH, index, order, begin, held.rows, *held.fields, gate_up_bias_EF, active,
         choices, topk, experts, hidden, width, *held.columns, x_TH.stride(0), alpha, limit,
-        **held.options, ROWS=up_rows, EVEN=hidden % step == 0, GATED=gated, CLAMPED=limit > 0, **_shape(gate_up, choices), **options,
+        **held.options, ROWS=up_rows, EVEN=hidden % step == 0, GATED=gated, CLAMPED=limit > 0, **_shape(gate_up, choices, clamped=limit > 0), **options,
     )  # fmt: skip
     tiles, held = triton.cdiv(hidden, ROWS), stored(down)
     launch(
