@@ -306,7 +306,8 @@ def experts_of(
         _gate_up, (programs, triton.cdiv(width, up_rows)),
         x_TH, index, order, begin, held.rows, *held.fields, gate_up_bias_EF, active,
         choices, topk, experts, hidden, width, *held.columns, x_TH.stride(0), alpha, limit,
-        **held.options, ROWS=up_rows, EVEN=hidden % step == 0, GATED=gated, CLAMPED=limit > 0, **_shape(gate_up, choices, clamped=limit > 0), **options,
+        **held.options, ROWS=up_rows, EVEN=hidden % step == 0, GATED=gated, CLAMPED=limit > 0,
+        **_shape(gate_up, choices, clamped=limit > 0), **options,
     )  # fmt: skip
     tiles, held = triton.cdiv(hidden, ROWS), stored(down)
     launch(
