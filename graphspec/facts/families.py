@@ -49,7 +49,7 @@ from .mamba import (
     read_nemotron_experts,
     read_nemotron_ssm,
 )
-from .moe import read_deepseek_experts, read_qwen3_5_experts, read_qwen3_experts, read_qwen3_next_experts
+from .moe import read_deepseek_experts, read_listed_experts, read_qwen3_5_experts, read_qwen3_experts, read_qwen3_next_experts
 from .multipliers import read_falcon_multipliers, read_gemma_multipliers, read_granite_multipliers
 from .recurrent import read_gated_delta
 
@@ -345,6 +345,14 @@ FAMILIES: tuple[Family, ...] = (
         max_positions=2048,
     ),
     GLM4_MOE,
+    replace(
+        DEEPSEEK_V3,
+        name="glm4_moe_lite",
+        architectures=("Glm4MoeLiteForCausalLM",),
+        usual=one_group_keys,
+        experts=read_listed_experts,
+        max_positions=202752,
+    ),
     GEMMA,
     GEMMA2,
     GEMMA3,
