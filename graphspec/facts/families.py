@@ -21,6 +21,7 @@ from .layer_kinds import (
     gemma3_keys,
     gemma_keys,
     listed_layers_rotate,
+    mistral_keys,
     olmo3_keys,
     one_group_keys,
     smollm3_keys,
@@ -239,6 +240,14 @@ KIMI_LINEAR = Family(
     architectures=("KimiLinearForCausalLM",),
     refused="the gates of its recurrent layers are vectors, which is not supported",
 )
+_REFUSED = (
+    ("deepseek_v32", ("DeepseekV32ForCausalLM",), "an indexer chooses the tokens that each query sees, which is not supported"),
+    ("glm_moe_dsa", ("GlmMoeDsaForCausalLM",), "an indexer chooses the tokens that each query sees, which is not supported"),
+    ("gemma4", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), "its heads have two widths, which is not supported"),
+    ("llama4", ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"), "its layers attend within chunks, which is not supported"),
+    ("mistral4", ("Mistral4ForCausalLM",), "its latent attention scales queries by position, which is not supported"),
+)
+"""Families that are asked for, and what they need that nothing here has."""
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA,
@@ -249,6 +258,7 @@ FAMILIES: tuple[Family, ...] = (
         layout=LANGUAGE_LAYOUT,
         window=partial(window_everywhere, default=None),
         nested="text_config",
+        usual=mistral_keys,
         tied=True,
         max_positions=131072,
     ),
@@ -374,6 +384,7 @@ FAMILIES: tuple[Family, ...] = (
     BAMBA,
     FALCON_H1,
     KIMI_LINEAR,
+    *(Family(name=name, architectures=names, refused=reason) for name, names, reason in _REFUSED),
 )
 ENTRY_POINTS = "graphspec.families"
 """Group of entry points through which another package adds a :class:`Family`: ``name = module:attribute``."""
