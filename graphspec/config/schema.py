@@ -12,7 +12,7 @@ from itertools import pairwise
 from ..errors import ConfigError
 from ..shapes import NEUTRAL, sampling_class_of
 from .catalog import resolve_acceptance_rule
-from .checks import INT32_MOST, ascending, brief, check_fields, in_range, one_of, usable_temperature
+from .checks import INT32_MAX, ascending, brief, check_fields, in_range, one_of, usable_temperature
 from .sampling_checks import check_sampling
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -40,7 +40,7 @@ MAX_ENTRIES = 65536
 """Most stop ids or biased tokens of a request."""
 MAX_NGRAM = 1024
 MAX_THREADS = 4096
-LEAST, MOST = 1e-9, 1e9
+MIN, MAX = 1e-9, 1e9
 """Bounds of measured quantities, in any unit."""
 
 
@@ -67,7 +67,7 @@ class NgramSettings:
         in_range("variant.ngram.max_window", self.max_window, self.min_window, MAX_NGRAM)
         one_of("variant.ngram.match", self.match, NGRAM_MATCHES)
         in_range("variant.ngram.min_breadth", self.min_breadth, 1, MAX_NGRAM)
-        in_range("variant.ngram.capacity", self.capacity, 1, INT32_MOST - 1)
+        in_range("variant.ngram.capacity", self.capacity, 1, INT32_MAX - 1)
 
 
 @dataclass(kw_only=True)
@@ -100,9 +100,9 @@ class VariantConfig:
     def __post_init__(self) -> None:
         check_fields(self, "variant", paths=("draft", "token_map"))
         self.ngram.__post_init__()
-        in_range("variant.num_steps", self.num_steps, 0, INT32_MOST)
-        in_range("variant.topk", self.topk, 1, INT32_MOST)
-        in_range("variant.num_draft_tokens", self.num_draft_tokens, 1, INT32_MOST)
+        in_range("variant.num_steps", self.num_steps, 0, INT32_MAX)
+        in_range("variant.topk", self.topk, 1, INT32_MAX)
+        in_range("variant.num_draft_tokens", self.num_draft_tokens, 1, INT32_MAX)
         one_of("variant.draft_noise", self.draft_noise, DRAFT_NOISES)
 
 
@@ -126,7 +126,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "model", paths=("path",))
-        in_range("model.max_context", self.max_context, 2, INT32_MOST)
+        in_range("model.max_context", self.max_context, 2, INT32_MAX)
         one_of("model.generation_config", self.generation_config, GENERATION_CONFIGS)
         one_of("model.family", self.family, MODEL_FAMILIES)
 
@@ -195,18 +195,18 @@ class RuntimeConfig:
         one_of("runtime.draft_parallel", self.draft_parallel, DRAFT_PARALLEL)
         in_range("runtime.max_rows", self.max_rows, 1, MAX_ROWS)
         in_range("runtime.page_size", self.page_size, 1, MAX_PAGE)
-        in_range("runtime.num_pages", self.num_pages, 1, INT32_MOST)
+        in_range("runtime.num_pages", self.num_pages, 1, INT32_MAX)
         in_range("runtime.cycles_in_flight", self.cycles_in_flight, 1, MAX_IN_FLIGHT)
         in_range("runtime.prefill_lanes", self.prefill_lanes, 1, MAX_ROWS)
-        in_range("runtime.prefill_tokens_per_cycle", self.prefill_tokens_per_cycle, 1, INT32_MOST)
-        in_range("runtime.max_queued", self.max_queued, 0, INT32_MOST)
+        in_range("runtime.prefill_tokens_per_cycle", self.prefill_tokens_per_cycle, 1, INT32_MAX)
+        in_range("runtime.max_queued", self.max_queued, 0, INT32_MAX)
         in_range("runtime.memory_fraction", self.memory_fraction, 0, 1, above=True)
         for bucket, depth in self.depth_per_bucket.items():
             in_range("runtime.depth_per_bucket", bucket, 1, MAX_ROWS)
-            in_range(f"runtime.depth_per_bucket[{bucket}]", depth, 0, INT32_MOST)
+            in_range(f"runtime.depth_per_bucket[{bucket}]", depth, 0, INT32_MAX)
         in_range("runtime.max_stop_ids", self.max_stop_ids, 1, MAX_ENTRIES)
         in_range("runtime.max_logit_bias", self.max_logit_bias, 1, MAX_ENTRIES)
-        in_range("runtime.max_logprobs", self.max_logprobs, 1, INT32_MOST)
+        in_range("runtime.max_logprobs", self.max_logprobs, 1, INT32_MAX)
         in_range("runtime.max_bad_words", self.max_bad_words, 1, MAX_ENTRIES)
         in_range("runtime.max_bad_word_tokens", self.max_bad_word_tokens, 1, MAX_NGRAM)
         ascending("runtime.buckets", self.buckets, 1, MAX_ROWS)
@@ -342,7 +342,7 @@ class AcceptConfig:
         check_fields(self, "accept")
         resolve_acceptance_rule(self.rule)
         in_range("accept.threshold_single", self.threshold_single, 0, 1)
-        in_range("accept.threshold_acc", self.threshold_acc, LEAST, 1)
+        in_range("accept.threshold_acc", self.threshold_acc, MIN, 1)
         if self.rule != "target_only" and (self.threshold_single, self.threshold_acc) != (1.0, 1.0):
             raise ConfigError("accept.threshold_single, accept.threshold_acc", f"1.0: rule {self.rule} knows no thresholds", "less")
         if self.block_verification and self.rule != "rejection":
@@ -387,9 +387,9 @@ class HardwareConfig:
         one_of("hardware.device", self.device, DEVICES)
         one_of("hardware.dtype", self.dtype, DTYPES)
         in_range("hardware.threads", self.threads, 1, MAX_THREADS)
-        in_range("hardware.sum_us", self.sum_us, 0, INT32_MOST)
+        in_range("hardware.sum_us", self.sum_us, 0, INT32_MAX)
         for key in ("memory_gib", "bandwidth_gbs", "tflops", "capacity_gib", "link_gbs"):
-            in_range(f"hardware.{key}", getattr(self, key), LEAST, MOST)
+            in_range(f"hardware.{key}", getattr(self, key), MIN, MAX)
 
 
 @dataclass(kw_only=True)
@@ -407,13 +407,13 @@ class AdaptiveConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "adaptive")
-        ascending("adaptive.depths", self.depths, 0, INT32_MOST, empty=True)
-        in_range("adaptive.backlog", self.backlog, 2, INT32_MOST)
+        ascending("adaptive.depths", self.depths, 0, INT32_MAX, empty=True)
+        in_range("adaptive.backlog", self.backlog, 2, INT32_MAX)
         for bucket, times in self.times.items():
             in_range("adaptive.times", bucket, 1, MAX_ROWS)
             for depth, time in times.items():
-                in_range(f"adaptive.times[{bucket}]", depth, 0, INT32_MOST)
-                in_range(f"adaptive.times[{bucket}][{depth}]", time, LEAST, MOST)
+                in_range(f"adaptive.times[{bucket}]", depth, 0, INT32_MAX)
+                in_range(f"adaptive.times[{bucket}][{depth}]", time, MIN, MAX)
         if any(not 0 <= rate <= 1 for rate in self.rates):
             raise ConfigError("adaptive.rates", "shares from 0 to 1", brief(self.rates))
 
