@@ -144,7 +144,7 @@ class LLM:
         self._engine = Engine(self.cycle, self._load_proposer(), self._adaptive_depth(), progress, self._new_display)
         self.load = self._engine.load
         """What there is to do now, as :class:`graphspec.engine.meter.Load`; any thread may ask."""
-        self.ping = self._engine.ping
+        self.ping, self.check_class = self._engine.ping, self._engine.check_class
         self._acceptance_test = AcceptanceTest(self.plan)
         self.grammars = Grammars(self.plan)
         """Compiles those of requests."""
@@ -446,6 +446,17 @@ class LLM:
         Where the draft depth adapts, cycles whose times are in no configuration are timed as well, once per bucket.
         """
         self._engine.prepare(check_warm_up(requests, sampling, self.plan), sampling)
+
+    def seal(self) -> None:
+        """Build the programs of greedy requests, of those that say nothing and of ``runtime.sampling_classes``, and none after that.
+
+        From then on no call waits for another one's programs. A request is served by the smallest class that covers it, and one that none
+        covers is refused.
+
+        Raises:
+            ResourceError: the engine is closed, or memory ran out.
+        """
+        self._engine.seal(GREEDY, self.plan.sampling_defaults.sampling_class, *self.plan.sampling_classes)
 
     def keys(self, requests: int, sampling: SamplingClass) -> list[Key]:
         """Programs that ``requests`` requests can need: every bucket up to the one they fill, every chunk size."""

@@ -239,10 +239,12 @@ class RuntimeConfig:
     max_logprobs: int = 20
     """Alternatives a request may ask for with each token's log-probability."""
     sampling_classes: list[str] | None = None
-    """What the sampler does for requests: greedy, everything, or some of noise, truncate, penalties, bias, allowed, bad_words, logprobs and
-    grammar, such as noise+truncate; everything is all but grammar, and everything+grammar has that too. A launch runs the smallest class
-    prepared that covers its rows. Captured cycles of these are made at load; elsewhere programs are made at their first use. null: greedy,
-    everything, and the class of requests that say nothing, by the checkpoint's sampling defaults."""
+    """What the sampler does for requests: greedy; default, which is what requests that say nothing ask for, by the checkpoint's sampling
+    defaults; everything; or some of noise, truncate, penalties, bias, allowed, bad_words, logprobs, prompt_logprobs and grammar, such as
+    noise+truncate. everything is all but the last two, which may be added: everything+grammar. A launch runs the smallest class prepared
+    that covers its rows. Captured cycles of these are made at load; elsewhere programs are made at their first use. graphspec serve makes
+    all of them at load and refuses requests that need more. null: greedy, default and everything; with graphspec serve also everything with
+    prompt_logprobs, and both with grammar where grammars can be compiled."""
     max_bad_words: int = 64
     """Token sequences that a request's bad words may make; a word makes one or two, with a space in front of it and without."""
     max_bad_word_tokens: int = 8
@@ -272,8 +274,8 @@ class RuntimeConfig:
         ascending("runtime.buckets", self.buckets, 1, MAX_ROWS)
         for place, name in enumerate(self.sampling_classes or ()):
             if sampling_class_of(name, self.max_logprobs) is None:
-                parts = "noise, truncate (with noise), penalties, bias, allowed, bad_words, logprobs and grammar"
-                expected = f"greedy, everything, everything+grammar, or some of {parts}, joined by +"
+                parts = "noise, truncate (with noise), penalties, bias, allowed, bad_words, logprobs, prompt_logprobs and grammar"
+                expected = f"greedy, everything, everything+grammar, default, or some of {parts}, joined by +"
                 raise ConfigError(f"runtime.sampling_classes[{place}]", expected, repr(name))
         if self.prefill_chunks is not None:
             ascending("runtime.prefill_chunks", self.prefill_chunks, 1, MAX_CHUNK)

@@ -155,7 +155,8 @@ def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = No
     lines.append(MemoryLine("scratch of kernels", kernel_scratch(plan), (*rows, "runtime.prefill_chunks")))
     if plan.device == "cuda":
         classes = plan.sampling_classes or (GREEDY,)
-        programs = sum(len(plan.graph_keys(each)) + len(plan.prefill_shapes) for each in classes) if plan.runtime.captured else 0
+        cycles = {key for each in classes for key in plan.graph_keys(each)}
+        programs = len(cycles) + len(classes) * len(plan.prefill_shapes) if plan.runtime.captured else 0
         lines.append(
             MemoryLine(
                 "graphs and libraries",
