@@ -450,7 +450,7 @@ class Attending {
   }
 
  private:
-  static constexpr int64_t LONG = 32, LEAST = 8;  // blocks of keys: from which two phases pay, and in one piece
+  static constexpr int64_t LONG = 32, MIN_BLOCKS = 8;  // blocks of keys: from which two phases pay, and in one piece
 #ifdef __AVX2__
   static constexpr bool FAST = true;
 #else
@@ -464,7 +464,7 @@ class Attending {
   }
   bool rows(const Visible* see) const { return FAST && each_ <= QUERIES && longest(see) >= LONG; }
   int64_t pieces() const { return threads_ == 1 ? 1 : (2 * threads_ + n_.lanes * bands_ - 1) / (n_.lanes * bands_); }
-  int64_t key_parts(const Visible* see) const { return std::min(pieces(), longest(see) / LEAST); }
+  int64_t key_parts(const Visible* see) const { return std::min(pieces(), longest(see) / MIN_BLOCKS); }
   int64_t column_parts() const { return std::min(pieces(), band_ * (n_.dim / unit_)); }
   // Queries are numbered by group, token and head.
   int64_t first_query(int64_t lane, int64_t group) const { return (lane * n_.groups + group) * each_; }
