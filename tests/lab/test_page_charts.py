@@ -69,8 +69,8 @@ def test_a_chart_without_data_is_left_out_and_listed(tmp_path):
     for sentence in (
         "Against the baselines: no side", "One request, side by side: no speculating side",
         "Throughput against time per token: no side",
-        "Acceptance along the text: no side", "Acceptance by prompt: no side", "Accepted up to position k: no side", "Where a cycle's time goes: no side",
-        "Gaps between tokens: no side",
+        "Acceptance along the text: no side", "Acceptance by prompt: no side",
+        "Accepted up to position k: no side", "Where a cycle's time goes: no side", "Gaps between tokens: no side",
         "Tokens that arrive together: no side", "Shapes: fewer than three", "Predicted against measured: no prediction",
         "A generation, cycle by cycle: no recorded", "Latency percentiles: no side", "Memory and build: no side",
     ):  # fmt: skip
