@@ -35,7 +35,7 @@ from .charts import (
 )
 from .tables import DASH, Table, spell
 
-STAGE_COLOURS = tuple(f"var(--s{index})" for index in range(1, 9))
+STAGE_COLOURS = tuple(f"var(--s{index})" for index in range(1, 10))
 BINS = 48
 RIDGE = 92
 """Pixels of one row of the distribution of gaps."""

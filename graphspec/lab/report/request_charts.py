@@ -77,7 +77,8 @@ def pareto(results: Results, palette: Palette) -> Chart:
     lede = "All requests together against one request's wait: up and to the left is better."
     lede += " A line joins the batches of a side." if lines else ""
     lede += " On the dotted line, no other side is better in both." if len(best) > 1 else ""
-    lede += f" Named are {len(labels)} of {len({side.label for side in sides})} sides." if dots else ""
+    all_ = len({side.label for side in sides})
+    lede += f" Named are {len(labels)} of {all_} sides." if len(labels) < all_ else ""
     rows = [
         [marked(side), str(side.batch), spell(side.speed), spell(_token_time(side)), "yes" if id(side) in on_front else "no"]
         for side in sides
