@@ -40,11 +40,11 @@ def percentiles(middle: float) -> dict[str, float]:
     return {"mean": middle * 1.06, "p50": middle, "p90": middle * 1.3, "p99": middle * 1.9}
 
 
-def arrivals(random_: random.Random, cycle: float, most: int) -> list[list[float]]:
-    """Deliveries of one request of 60 tokens or a few more: the prefill's token, then up to ``most`` tokens a cycle."""
+def arrivals(random_: random.Random, cycle: float, maximum: int) -> list[list[float]]:
+    """Deliveries of one request of 60 tokens or a few more: the prefill's token, then up to ``maximum`` tokens a cycle."""
     found: list[list[float]] = [[6.0, 1]]
     while sum(tokens for _, tokens in found) < 60:
-        found.append([found[-1][0] + cycle * random_.uniform(0.9, 1.1), random_.randint(1, most)])
+        found.append([found[-1][0] + cycle * random_.uniform(0.9, 1.1), random_.randint(1, maximum)])
     return found
 
 
