@@ -217,8 +217,8 @@ class DraftInput(nn.Module):
 def round_weights(network: nn.Module, plan: Plan) -> None:
     """Round a network's parameters to the plan's ``weight_dtype``, in place, where it is not the one they are held in.
 
-    Codes of low precision and parameters that modules keep in float32 stay as they are. On the device ``meta`` only the dtype in which layers
-    will be packed is set.
+    Codes of low precision and parameters that modules keep in float32 stay as they are. On the device ``meta`` only the dtype in which
+    layers will be packed is set.
     """
     if plan.weight_dtype == plan.dtype:
         return

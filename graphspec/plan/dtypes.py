@@ -25,8 +25,8 @@ class Dtypes:
 def resolve_dtypes(asked: str, kv: str, stored: str, device: str, kernels: str) -> Dtypes:
     """The dtypes of an engine.
 
-    Compiled kernels on a CPU compute in float32. There ``bfloat16`` and ``float16`` mean weights and KV of 16 bits. Elsewhere one dtype serves
-    for all, except that kernels on a CPU read KV pools of any.
+    Compiled kernels on a CPU compute in float32. There ``bfloat16`` and ``float16`` mean weights and KV of 16 bits. Elsewhere one dtype
+    serves for all, except that kernels on a CPU read KV pools of any.
 
     Args:
         asked: ``hardware.dtype``.

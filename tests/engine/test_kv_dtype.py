@@ -1,4 +1,4 @@
-"""KV pools of 16 bits, and 16-bit weights on a CPU: drafting emits the tokens of plain decoding, whatever keys and values are rounded to."""
+"""KV pools of 16 bits, and 16-bit weights on a CPU: drafting emits the tokens of plain decoding, however keys and values are rounded."""
 
 from __future__ import annotations
 

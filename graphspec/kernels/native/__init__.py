@@ -1,4 +1,4 @@
-"""C++ attention and linear layers for the CPU, in float32 arithmetic. Attention takes lengths and page tables, and reads visible slots only.
+"""C++ attention and linear layers for the CPU, in float32 arithmetic. Attention takes lengths and page tables; it reads visible slots only.
 
 Registered with the dispatcher as ``graphspec_native::*``, so ``torch.compile(fullgraph=True)`` keeps each as one opaque op. The library is
 built when this module is imported, which only happens if ``native`` is chosen.

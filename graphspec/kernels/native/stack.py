@@ -199,7 +199,7 @@ def _decode(
     Args:
         residual: float32, input of the first layer.
         entering: input of the first layer's attention, already normed, if it is another tensor than ``residual``.
-        kv_pool: ``[layers, 2, pages, page_size, G, D]`` of one of :data:`.call.KV_DTYPES`, contiguous; written in place, rounded to its dtype.
+        kv_pool: ``[layers, 2, pages, page_size, G, D]`` of one of :data:`.call.KV_DTYPES`, contiguous; written in place, in its dtype.
         weights, plan: of :func:`pack_stack`.
         rope: float32, cosines then sines; rope_row: int64, the row of each token, clamped into the table.
         table: int32. slot: int64, slot of each token's KV. valid: bool; KV of invalid tokens goes to the dummy page.
