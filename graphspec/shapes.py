@@ -74,10 +74,10 @@ class CycleShape:
         if self.num_draft_tokens < 1:
             raise ConfigError("num_draft_tokens", "an integer >= 1 (the root counts)", self.num_draft_tokens)
         if self.num_draft_tokens - 1 > self.num_candidates:
-            most = self.num_candidates + 1
+            maximum = self.num_candidates + 1
             raise ConfigError(
                 "num_draft_tokens",
-                f"at most {most} for num_steps={self.num_steps} and topk={self.topk} ({self._POOLS[self.pool]})",
+                f"at most {maximum} for num_steps={self.num_steps} and topk={self.topk} ({self._POOLS[self.pool]})",
                 self.num_draft_tokens,
             )
         if self.num_steps > 0 and self.num_draft_tokens <= self.num_steps and self.pool == "nodes":
@@ -294,7 +294,7 @@ A launch reads all weights, no matter how many tokens it computes: 2048 tokens i
 a program that a GPU compiles and captures, for each requested sampling class, so there are few, and a prompt that fills none goes into
 several.
 """
-MOST_PADDING = 256
+MAX_PADDING = 256
 """From this much padding on, the rest of a prompt goes into several smaller chunks.
 
 By data sheets an H200 multiplies 206 tokens in the time it reads the weights (989 TFLOPS of bfloat16, 4.8 TB/s): more padding than that
@@ -309,17 +309,17 @@ def prefill_chunks(device: str, max_context: int) -> tuple[int, ...]:
         device: ``cpu`` or ``cuda``.
         max_context: tokens a row may have.
     """
-    return tuple(size for size in CHUNKS[device] if size - max_context < MOST_PADDING)
+    return tuple(size for size in CHUNKS[device] if size - max_context < MAX_PADDING)
 
 
 def prefill_budget(chunks: tuple[int, ...], given: int | None) -> int:
     """Tokens of prompts, padding included, that may be read before a cycle while rows decode.
 
-    By default ``MOST_PADDING``: on a GPU, as long as reading the weights once more takes, which is about what a cycle takes.
+    By default ``MAX_PADDING``: on a GPU, as long as reading the weights once more takes, which is about what a cycle takes.
 
     Raises:
         ConfigError: ``given`` is less than the smallest chunk.
     """
     if given is not None and given < chunks[0]:
         raise ConfigError("runtime.prefill_tokens_per_cycle", f"at least {chunks[0]}, the smallest prefill chunk", given)
-    return given or max(MOST_PADDING, chunks[0])
+    return given or max(MAX_PADDING, chunks[0])

@@ -291,8 +291,8 @@ class LLM:
         check_progress(progress)
         requests = self._requests(prompts, one_of_params(params, sampling_params))
         set_call_options(requests, priority, deadline, cache_salt)
-        most = sum(r.budget for r in requests)
-        changed = (lambda: progress("generate", sum(len(r.output) for r in requests), most)) if callable(progress) else None
+        maximum = sum(r.budget for r in requests)
+        changed = (lambda: progress("generate", sum(len(r.output) for r in requests), maximum)) if callable(progress) else None
         return self._finish(requests, changed=changed)
 
     def _finish(self, requests: list[Request], alone: Exclusive | None = None, changed: Callable[[], None] | None = None) -> list[Output]:

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..shapes import NEUTRAL, sampling_class_of
 from .catalog import resolve_acceptance_rule
-from .checks import FLOAT32_LEAST, INT32_MOST, INT64_MOST, Errors, ascending, brief, check_fields, in_range, one_of, usable_temperature
+from .checks import FLOAT32_MIN, INT32_MAX, INT64_MAX, Errors, ascending, brief, check_fields, in_range, one_of, usable_temperature
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RUNTIMES = ("auto", "eager", "compiled", "captured")
@@ -39,7 +39,7 @@ MAX_ENTRIES = 65536
 """Most stop ids or biased tokens of a request."""
 MAX_NGRAM = 1024
 MAX_THREADS = 4096
-MOST_SAMPLES = 65536
+MAX_SAMPLES = 65536
 """Most outputs of one prompt. Far above real use, to catch typing errors."""
 TEMPERATURES = (0, 1e5)
 """Bounds of a temperature; noise multiplied by the largest stays finite in float32."""
@@ -48,7 +48,7 @@ REPETITIONS = (0.01, 100.0)
 PENALTY_LIMIT = 2.0
 BIAS_LIMIT = 100.0
 SEEDS = (-(2**63), 2**64 - 1)
-LEAST, MOST = 1e-9, 1e9
+MIN, MAX = 1e-9, 1e9
 """Bounds of measured quantities, in any unit."""
 
 
@@ -59,12 +59,12 @@ def check_defaults(params: Any, prefix: str, error: Errors) -> None:
         GraphspecError: of class ``error``; names ``prefix`` and the field.
     """
     in_range(f"{prefix}temperature", params.temperature, *TEMPERATURES, error=error)
-    in_range(f"{prefix}top_k", params.top_k, -1, INT64_MOST, error=error)
+    in_range(f"{prefix}top_k", params.top_k, -1, INT64_MAX, error=error)
     in_range(f"{prefix}repetition_penalty", params.repetition_penalty, *REPETITIONS, error=error)
-    if params.top_p is not None and not FLOAT32_LEAST <= params.top_p <= 1:
-        raise error(f"{prefix}top_p", f"a number above 0 ({FLOAT32_LEAST:.0e} or more), at most 1", params.top_p)
-    if params.min_p and not FLOAT32_LEAST <= params.min_p <= 1:
-        raise error(f"{prefix}min_p", f"0, or a number of {FLOAT32_LEAST:.0e} or more, at most 1", params.min_p)
+    if params.top_p is not None and not FLOAT32_MIN <= params.top_p <= 1:
+        raise error(f"{prefix}top_p", f"a number above 0 ({FLOAT32_MIN:.0e} or more), at most 1", params.top_p)
+    if params.min_p and not FLOAT32_MIN <= params.min_p <= 1:
+        raise error(f"{prefix}min_p", f"0, or a number of {FLOAT32_MIN:.0e} or more, at most 1", params.min_p)
 
 
 def check_sampling(params: Any, error: Errors) -> None:
@@ -77,26 +77,26 @@ def check_sampling(params: Any, error: Errors) -> None:
     # Without a new token there is still a prompt to return.
     scores = getattr(params, "echo", False) or getattr(params, "prompt_logprobs", None) is not None
     limits: dict[str, tuple[float, float]] = {
-        "max_tokens": (0 if scores else 1, INT64_MOST),
+        "max_tokens": (0 if scores else 1, INT64_MAX),
         "presence_penalty": (-PENALTY_LIMIT, PENALTY_LIMIT),
         "frequency_penalty": (-PENALTY_LIMIT, PENALTY_LIMIT),
     }
-    for name, (least, most) in limits.items():
-        in_range(f"sampling.{name}", getattr(params, name), least, most, error=error)
+    for name, (minimum, maximum) in limits.items():
+        in_range(f"sampling.{name}", getattr(params, name), minimum, maximum, error=error)
     if params.seed is not None and not SEEDS[0] <= params.seed <= SEEDS[1]:
         raise error("sampling.seed", "null, or a 64-bit integer", brief(params.seed))
-    in_range("sampling.n", params.n, 1, MOST_SAMPLES, error=error)
+    in_range("sampling.n", params.n, 1, MAX_SAMPLES, error=error)
     if params.n > 1 and params.temperature == 0:
         raise error("sampling.n", "1 at temperature 0, where all outputs would be the same", params.n)
-    longest = INT64_MOST if params.max_tokens is None else params.max_tokens
-    most = min(longest, INT32_MOST)
-    if not 0 <= params.min_tokens <= most:
-        whose = " = max_tokens" if most == longest else ""
-        raise error("sampling.min_tokens", f"an integer >= 0, at most {most}{whose}", brief(params.min_tokens))
-    in_range("sampling.logprobs", params.logprobs, 0, INT32_MOST, error=error)
+    longest = INT64_MAX if params.max_tokens is None else params.max_tokens
+    maximum = min(longest, INT32_MAX)
+    if not 0 <= params.min_tokens <= maximum:
+        whose = " = max_tokens" if maximum == longest else ""
+        raise error("sampling.min_tokens", f"an integer >= 0, at most {maximum}{whose}", brief(params.min_tokens))
+    in_range("sampling.logprobs", params.logprobs, 0, INT32_MAX, error=error)
     for name in ("stop_token_ids", "allowed_token_ids"):
         for place, token in enumerate(getattr(params, name) or ()):
-            in_range(f"sampling.{name}[{place}]", token, 0, INT64_MOST, error=error)
+            in_range(f"sampling.{name}[{place}]", token, 0, INT64_MAX, error=error)
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise error("sampling.allowed_token_ids", "null, or at least one token id", [])
     for name in ("stop", "bad_words"):
@@ -104,7 +104,7 @@ def check_sampling(params: Any, error: Errors) -> None:
             if not text.strip() if name == "bad_words" else not text:
                 raise error(f"sampling.{name}[{place}]", "text that is not empty", repr(text))
     for token, value in (params.logit_bias or {}).items():
-        in_range("sampling.logit_bias", token, 0, INT64_MOST, error=error)
+        in_range("sampling.logit_bias", token, 0, INT64_MAX, error=error)
         in_range(f"sampling.logit_bias[{token}]", value, -BIAS_LIMIT, BIAS_LIMIT, error=error)
 
 
@@ -131,7 +131,7 @@ class NgramSettings:
         in_range("variant.ngram.max_window", self.max_window, self.min_window, MAX_NGRAM)
         one_of("variant.ngram.match", self.match, NGRAM_MATCHES)
         in_range("variant.ngram.min_breadth", self.min_breadth, 1, MAX_NGRAM)
-        in_range("variant.ngram.capacity", self.capacity, 1, INT32_MOST - 1)
+        in_range("variant.ngram.capacity", self.capacity, 1, INT32_MAX - 1)
 
 
 @dataclass(kw_only=True)
@@ -164,9 +164,9 @@ class VariantConfig:
     def __post_init__(self) -> None:
         check_fields(self, "variant", paths=("draft", "token_map"))
         self.ngram.__post_init__()
-        in_range("variant.num_steps", self.num_steps, 0, INT32_MOST)
-        in_range("variant.topk", self.topk, 1, INT32_MOST)
-        in_range("variant.num_draft_tokens", self.num_draft_tokens, 1, INT32_MOST)
+        in_range("variant.num_steps", self.num_steps, 0, INT32_MAX)
+        in_range("variant.topk", self.topk, 1, INT32_MAX)
+        in_range("variant.num_draft_tokens", self.num_draft_tokens, 1, INT32_MAX)
         one_of("variant.draft_noise", self.draft_noise, DRAFT_NOISES)
 
 
@@ -187,7 +187,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "model", paths=("path",))
-        in_range("model.max_context", self.max_context, 2, INT32_MOST)
+        in_range("model.max_context", self.max_context, 2, INT32_MAX)
         one_of("model.generation_config", self.generation_config, GENERATION_CONFIGS)
 
 
@@ -259,18 +259,18 @@ class RuntimeConfig:
         one_of("runtime.draft_parallel", self.draft_parallel, DRAFT_PARALLEL)
         in_range("runtime.max_rows", self.max_rows, 1, MAX_ROWS)
         in_range("runtime.page_size", self.page_size, 1, MAX_PAGE)
-        in_range("runtime.num_pages", self.num_pages, 1, INT32_MOST)
+        in_range("runtime.num_pages", self.num_pages, 1, INT32_MAX)
         in_range("runtime.cycles_in_flight", self.cycles_in_flight, 1, MAX_IN_FLIGHT)
         in_range("runtime.prefill_lanes", self.prefill_lanes, 1, MAX_ROWS)
-        in_range("runtime.prefill_tokens_per_cycle", self.prefill_tokens_per_cycle, 1, INT32_MOST)
-        in_range("runtime.max_queued", self.max_queued, 0, INT32_MOST)
+        in_range("runtime.prefill_tokens_per_cycle", self.prefill_tokens_per_cycle, 1, INT32_MAX)
+        in_range("runtime.max_queued", self.max_queued, 0, INT32_MAX)
         in_range("runtime.memory_fraction", self.memory_fraction, 0, 1, above=True)
         for bucket, depth in self.depth_per_bucket.items():
             in_range("runtime.depth_per_bucket", bucket, 1, MAX_ROWS)
-            in_range(f"runtime.depth_per_bucket[{bucket}]", depth, 0, INT32_MOST)
+            in_range(f"runtime.depth_per_bucket[{bucket}]", depth, 0, INT32_MAX)
         in_range("runtime.max_stop_ids", self.max_stop_ids, 1, MAX_ENTRIES)
         in_range("runtime.max_logit_bias", self.max_logit_bias, 1, MAX_ENTRIES)
-        in_range("runtime.max_logprobs", self.max_logprobs, 1, INT32_MOST)
+        in_range("runtime.max_logprobs", self.max_logprobs, 1, INT32_MAX)
         in_range("runtime.max_bad_words", self.max_bad_words, 1, MAX_ENTRIES)
         in_range("runtime.max_bad_word_tokens", self.max_bad_word_tokens, 1, MAX_NGRAM)
         ascending("runtime.buckets", self.buckets, 1, MAX_ROWS)
@@ -406,7 +406,7 @@ class AcceptConfig:
         check_fields(self, "accept")
         resolve_acceptance_rule(self.rule)
         in_range("accept.threshold_single", self.threshold_single, 0, 1)
-        in_range("accept.threshold_acc", self.threshold_acc, LEAST, 1)
+        in_range("accept.threshold_acc", self.threshold_acc, MIN, 1)
         if self.rule != "target_only" and (self.threshold_single, self.threshold_acc) != (1.0, 1.0):
             raise ConfigError("accept.threshold_single, accept.threshold_acc", f"1.0: rule {self.rule} knows no thresholds", "less")
         if self.block_verification and self.rule != "rejection":
@@ -452,9 +452,9 @@ class HardwareConfig:
         one_of("hardware.device", self.device, DEVICES)
         one_of("hardware.dtype", self.dtype, DTYPES)
         in_range("hardware.threads", self.threads, 1, MAX_THREADS)
-        in_range("hardware.sum_us", self.sum_us, 0, INT32_MOST)
+        in_range("hardware.sum_us", self.sum_us, 0, INT32_MAX)
         for key in ("memory_gib", "bandwidth_gbs", "tflops", "capacity_gib", "link_gbs"):
-            in_range(f"hardware.{key}", getattr(self, key), LEAST, MOST)
+            in_range(f"hardware.{key}", getattr(self, key), MIN, MAX)
 
 
 @dataclass(kw_only=True)
@@ -472,13 +472,13 @@ class AdaptiveConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "adaptive")
-        ascending("adaptive.depths", self.depths, 0, INT32_MOST, empty=True)
-        in_range("adaptive.backlog", self.backlog, 2, INT32_MOST)
+        ascending("adaptive.depths", self.depths, 0, INT32_MAX, empty=True)
+        in_range("adaptive.backlog", self.backlog, 2, INT32_MAX)
         for bucket, times in self.times.items():
             in_range("adaptive.times", bucket, 1, MAX_ROWS)
             for depth, time in times.items():
-                in_range(f"adaptive.times[{bucket}]", depth, 0, INT32_MOST)
-                in_range(f"adaptive.times[{bucket}][{depth}]", time, LEAST, MOST)
+                in_range(f"adaptive.times[{bucket}]", depth, 0, INT32_MAX)
+                in_range(f"adaptive.times[{bucket}][{depth}]", time, MIN, MAX)
         if any(not 0 <= rate <= 1 for rate in self.rates):
             raise ConfigError("adaptive.rates", "shares from 0 to 1", brief(self.rates))
 

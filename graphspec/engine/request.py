@@ -11,7 +11,7 @@ from itertools import islice
 from operator import or_
 from typing import Any, Final, NoReturn, Protocol, TypeVar
 
-from ..config.checks import INT32_MOST, brief, check_fields, cut, in_range, usable_temperature
+from ..config.checks import INT32_MAX, brief, check_fields, cut, in_range, usable_temperature
 from ..config.hints import hint_for_sampling
 from ..config.schema import SamplingConfig, check_sampling
 from ..errors import GraphspecError, RequestError
@@ -147,7 +147,7 @@ class SamplingParams:
         check_sampling(self, RequestError)
         for name in ("num_steps", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
-                in_range(f"sampling.{name}", value, 0, INT32_MOST, error=RequestError)
+                in_range(f"sampling.{name}", value, 0, INT32_MAX, error=RequestError)
         if self.structured is not None and self.min_tokens:
             raise RequestError("sampling.min_tokens", "0 with sampling.structured, whose text may be complete before", self.min_tokens)
         for name in ("stop", "echo", "kept_special_tokens"):
@@ -454,6 +454,6 @@ class Request:
         return len(self.prompt) + max(0, len(self.output) - 1)
 
 
-def _shortened(tokens: Iterable[int], logprobs: Iterable[tuple[float, dict[int, float]]], most: int) -> Iterator[TokenLogprob]:
+def _shortened(tokens: Iterable[int], logprobs: Iterable[tuple[float, dict[int, float]]], maximum: int) -> Iterator[TokenLogprob]:
     for token, (logprob, top) in zip(tokens, logprobs, strict=False):
-        yield TokenLogprob(token, logprob, dict(islice(top.items(), most)))
+        yield TokenLogprob(token, logprob, dict(islice(top.items(), maximum)))

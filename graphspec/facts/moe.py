@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .keys import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, Keys
+from .keys import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH, Keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +37,9 @@ class ExpertFacts:
 
 
 def _read_count(keys: Keys, name: str, num_layers: int) -> int:
-    experts = keys.integer(name, most=MOST_EXPERTS)
-    if experts * num_layers > MOST_EXPERTS:
-        raise keys.error(name, f"at most {MOST_EXPERTS} experts in the {num_layers} layers together")
+    experts = keys.integer(name, maximum=MAX_EXPERTS)
+    if experts * num_layers > MAX_EXPERTS:
+        raise keys.error(name, f"at most {MAX_EXPERTS} experts in the {num_layers} layers together")
     return experts
 
 
@@ -59,12 +59,12 @@ def read_qwen3_experts(keys: Keys, num_layers: int) -> ExpertFacts:
     name = "num_experts" if keys.present("num_experts") else "num_local_experts"  # transformers 5 writes the second
     experts = _read_count(keys, name, num_layers)
     step = keys.integer("decoder_sparse_step", 1)
-    dense = keys.integers("mlp_only_layers", "a list of layer numbers", 0, MOST_LAYERS)
+    dense = keys.integers("mlp_only_layers", "a list of layer numbers", 0, MAX_LAYERS)
     return ExpertFacts(
         layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
         num_experts=experts,
         topk=_read_topk(keys, experts, 8),
-        intermediate_size=keys.integer("moe_intermediate_size", 768, most=MOST_WIDTH),
+        intermediate_size=keys.integer("moe_intermediate_size", 768, maximum=MAX_WIDTH),
         normalize=keys.flag("norm_topk_prob", False),
     )
 
@@ -78,7 +78,7 @@ def read_qwen3_next_experts(keys: Keys, num_layers: int) -> ExpertFacts:
     defaults = {"num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True}
     stated = {key: value for key, value in keys.values.items() if value is not None}
     facts = read_qwen3_experts(Keys({**defaults, **stated}, keys.where), num_layers)
-    return replace(facts, shared_size=keys.integer("shared_expert_intermediate_size", 512, most=MOST_WIDTH), shared_gate=True)
+    return replace(facts, shared_size=keys.integer("shared_expert_intermediate_size", 512, maximum=MAX_WIDTH), shared_gate=True)
 
 
 def read_qwen3_5_experts(keys: Keys, num_layers: int) -> ExpertFacts:
@@ -118,7 +118,7 @@ def read_deepseek_experts(keys: Keys, num_layers: int, *, sigmoid: bool) -> Expe
         CheckpointError: a key that is missing, wrong or not supported.
     """
     experts = _read_count(keys, "n_routed_experts", num_layers)
-    topk, first, step = _read_topk(keys, experts), keys.integer("first_k_dense_replace", 0, least=0), keys.integer("moe_layer_freq", 1)
+    topk, first, step = _read_topk(keys, experts), keys.integer("first_k_dense_replace", 0, minimum=0), keys.integer("moe_layer_freq", 1)
     if sigmoid:
         _one_of(keys, "scoring_func", "sigmoid")
         _one_of(keys, "topk_method", "noaux_tc")
@@ -133,13 +133,13 @@ def read_deepseek_experts(keys: Keys, num_layers: int, *, sigmoid: bool) -> Expe
         groups, chosen = _read_groups(keys, experts, topk, 1) if method != "greedy" else (1, 1)
     if keys.flag("mlp_bias", False):
         raise keys.error("mlp_bias", "false")
-    size = keys.integer("moe_intermediate_size", most=MOST_WIDTH)
+    size = keys.integer("moe_intermediate_size", maximum=MAX_WIDTH)
     return ExpertFacts(
         layers=tuple(layer >= first and layer % step == 0 for layer in range(num_layers)),
         num_experts=experts,
         topk=topk,
         intermediate_size=size,
-        shared_size=size * keys.integer("n_shared_experts", 0, least=0, most=MOST_WIDTH // size),
+        shared_size=size * keys.integer("n_shared_experts", 0, minimum=0, maximum=MAX_WIDTH // size),
         groups=groups,
         topk_groups=chosen,
         group_best=2 if sigmoid and chosen < groups else 1,

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..config.checks import brief
 from ..errors import CheckpointError
-from .files import MOST_CONFIG, find_file, plain, read_json
+from .files import MAX_CONFIG, find_file, plain, read_json
 from .keys import is_integer
 
 METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "modelopt")
@@ -92,13 +92,13 @@ def _names(pattern: str, layer: str) -> bool:
 def stored_quantisation(folder: Path) -> tuple[Any, str] | None:
     """What a checkpoint folder says of its quantisation, as in ``config.json``, and file and key; None: its weights are numbers."""
     config = folder / "config.json"
-    values = read_json(config, MOST_CONFIG).get("quantization_config") if find_file(config) else None
+    values = read_json(config, MAX_CONFIG).get("quantization_config") if find_file(config) else None
     if values not in (None, {}):
         return values, f"{config}: quantization_config"
     sidecar = folder / SIDECAR
     if not find_file(sidecar):
         return None
-    values = read_json(sidecar, MOST_CONFIG).get("quantization")
+    values = read_json(sidecar, MAX_CONFIG).get("quantization")
     if isinstance(values, Mapping):
         values = {"quant_method": "modelopt", **values}
     return values, f"{sidecar}: quantization"

@@ -177,8 +177,8 @@ class Plan:
     @property
     def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
         """``(lanes, chunk)`` of every prefill program: each chunk alone, then several lanes of those that together fit into the largest."""
-        most, lanes = self.prefill_chunks[-1], self.prefill_lanes
-        several = [chunk for chunk in self.prefill_chunks if 1 < lanes <= most // chunk]
+        maximum, lanes = self.prefill_chunks[-1], self.prefill_lanes
+        several = [chunk for chunk in self.prefill_chunks if 1 < lanes <= maximum // chunk]
         return (*((1, chunk) for chunk in self.prefill_chunks), *((lanes, chunk) for chunk in several))
 
     def graph_keys(self, sampling: SamplingClass) -> tuple[GraphKey, ...]:
@@ -427,10 +427,10 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
     slots = max_context + ahead
     table_width = math.ceil(slots / runtime.page_size)
     pages = runtime.num_pages if runtime.num_pages is not None else runtime.max_rows * table_width
-    least = math.ceil((1 + window) / runtime.page_size)
-    if pages < least:
+    minimum = math.ceil((1 + window) / runtime.page_size)
+    if pages < minimum:
         raise ConfigError(
-            "runtime.num_pages", f"at least {least} pages of {runtime.page_size} (one token and the window of {window} slots)", pages
+            "runtime.num_pages", f"at least {minimum} pages of {runtime.page_size} (one token and the window of {window} slots)", pages
         )
 
     chunks = tuple(runtime.prefill_chunks) if runtime.prefill_chunks is not None else prefill_chunks(device, max_context)

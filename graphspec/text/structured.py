@@ -13,7 +13,7 @@ from .tokenizer import check_text
 
 KINDS = ("json_schema", "json_object", "regex", "grammar", "structural_tag", "choice")
 KEY = "sampling.structured"
-MOST_TEXT = 1 << 20
+MAX_TEXT = 1 << 20
 """Characters of a grammar; far above real use."""
 
 
@@ -81,8 +81,8 @@ class Structured:
 
 
 def _check_text(key: str, text: str) -> None:
-    if not 0 < len(check_text(key, text)) <= MOST_TEXT:
-        raise RequestError(key, f"a text of 1 to {MOST_TEXT} characters", f"{len(text)} of them")
+    if not 0 < len(check_text(key, text)) <= MAX_TEXT:
+        raise RequestError(key, f"a text of 1 to {MAX_TEXT} characters", f"{len(text)} of them")
 
 
 def _as_json(key: str, value: Any, kinds: tuple[type, ...]) -> str:

@@ -135,7 +135,7 @@ class Drafter(nn.Module):
         return self.facts.num_heads
 
     @property
-    def most_steps(self) -> int | None:
+    def max_steps(self) -> int | None:
         """The deepest it can draft; None: any depth."""
         return self.num_heads if self.num_heads > 1 else self.facts.max_steps
 

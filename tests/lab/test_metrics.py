@@ -34,9 +34,9 @@ BURSTY = Timeline(
 """One token by the prefill, then three cycles of depth 3."""
 
 
-def thousandths(least: int, most: int) -> st.SearchStrategy[float]:
+def thousandths(minimum: int, maximum: int) -> st.SearchStrategy[float]:
     """Floats without denormals, which an engine of the same process may have switched off."""
-    return st.integers(least, most).map(lambda number: number / 1000)
+    return st.integers(minimum, maximum).map(lambda number: number / 1000)
 
 
 def test_a_burst_is_one_event_and_time_per_token_divides_by_tokens() -> None:
@@ -126,9 +126,9 @@ def test_percentiles_are_those_of_numpy(values: list[float], share: float) -> No
 
 
 @given(st.lists(thousandths(0, 10**4), min_size=1, max_size=200), st.integers(2, 50))
-def test_thinning_keeps_the_ends_and_the_order(values: list[float], most: int) -> None:
-    kept = downsampled(values, most)
-    assert len(kept) == min(len(values), most) and kept == sorted(kept)
+def test_thinning_keeps_the_ends_and_the_order(values: list[float], maximum: int) -> None:
+    kept = downsampled(values, maximum)
+    assert len(kept) == min(len(values), maximum) and kept == sorted(kept)
     assert (kept[0], kept[-1]) == (min(values), max(values))
 
 

@@ -52,11 +52,11 @@ def test_no_long_work_is_done_by_the_event_loop_or_the_engine(monkeypatch: pytes
 
     done: dict[str, set[str]] = {}
 
-    def note(owner: Any, name: str, least: int = 0) -> None:
+    def note(owner: Any, name: str, minimum: int = 0) -> None:
         real = getattr(owner, name)
 
         def noted(*given: Any, **named: Any) -> Any:
-            if not least or len(given[0]) >= least:
+            if not minimum or len(given[0]) >= minimum:
                 done.setdefault(name, set()).add(threading.current_thread().name)
             return real(*given, **named)
 
@@ -149,8 +149,8 @@ def test_others_wait_little_longer(url: str, clients: dict[str, Waits], name: st
         wait_for(lambda beside=beside: all(len(clients[kind].seconds) > beside[kind] + 2 for kind in clients))
         for kind, waits in clients.items():
             calm = sorted(waits.seconds[idle[kind] : beside[kind]])
-            most = 3 * calm[int(0.99 * (len(calm) - 1))] + 0.05
-            excess[kind] = min(excess[kind], max(waits.seconds[beside[kind] :]) - most)
+            maximum = 3 * calm[int(0.99 * (len(calm) - 1))] + 0.05
+            excess[kind] = min(excess[kind], max(waits.seconds[beside[kind] :]) - maximum)
         if max(excess.values()) <= 0:
             break
     assert max(excess.values()) <= 0, excess

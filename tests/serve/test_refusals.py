@@ -191,7 +191,7 @@ def test_a_full_queue_answers_at_once(pair: Pair) -> None:
 
 def test_the_engines_own_limit_counts_where_it_is_set(pair: Pair) -> None:
     with pair.llm(**CHAIN, max_rows=2, max_queued=3) as llm, serving(llm, max_waiting=100) as server:
-        assert server.api.slots.most == 5
+        assert server.api.slots.maximum == 5
         assert "at most 5 outputs" in refused(server.post(COMPLETIONS, {"prompt": "w7", "n": 6}), 400)["message"]
 
 

@@ -162,12 +162,12 @@ def latency(seconds: Sequence[float]) -> dict[str, float] | None:
     }
 
 
-def downsampled(values: Sequence[float], most: int) -> list[float]:
-    """At most ``most`` of the values, at evenly spaced ranks, which keeps their distribution."""
+def downsampled(values: Sequence[float], maximum: int) -> list[float]:
+    """At most ``maximum`` of the values, at evenly spaced ranks, which keeps their distribution."""
     ordered = sorted(values)
-    if len(ordered) <= most:
+    if len(ordered) <= maximum:
         return ordered
-    return [ordered[round(i * (len(ordered) - 1) / (most - 1))] for i in range(most)]
+    return [ordered[round(i * (len(ordered) - 1) / (maximum - 1))] for i in range(maximum)]
 
 
 def acceptance(cycles: Iterable[CycleCount]) -> dict[str, Any]:

@@ -90,9 +90,9 @@ def profile_cycles(
 
 
 def _stage_row(name: str, milliseconds: float, floor: tuple[float, float] | None) -> dict[str, Any]:
-    size, least = floor if floor is not None else (None, None)
-    share = percent_of_floor(least, milliseconds) if least is not None else None
-    return {"name": name, "ms": milliseconds, "bytes": size, "floor_ms": least, "percent_of_floor": share}
+    size, minimum = floor if floor is not None else (None, None)
+    share = percent_of_floor(minimum, milliseconds) if minimum is not None else None
+    return {"name": name, "ms": milliseconds, "bytes": size, "floor_ms": minimum, "percent_of_floor": share}
 
 
 class Probe(Recorder):

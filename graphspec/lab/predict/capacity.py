@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..floor import FloorModel
     from .model_pair import ModelPair
 
-MOST_ROWS = 4096
+MAX_ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +142,9 @@ def capacity(
         return found.total <= found.budget
 
     longest = pair.target.longest_context
-    most = longest_context = served = None
+    maximum = longest_context = served = None
     if memory is not None:
-        most = _largest(lambda rows: fits(rows, context), MOST_ROWS)
+        maximum = _largest(lambda rows: fits(rows, context), MAX_ROWS)
         page = config.runtime.page_size
         pages = _largest(lambda count: fits(1, min(count * page, longest)), -(-longest // page))
         longest_context = min(pages * page, longest)
@@ -154,7 +154,7 @@ def capacity(
         fitted, its = fit_memory(planned, chosen, _weights(pair, planned, sizes))
         served = (lanes, whole, (fitted.num_pages - 1) * page if its.total <= its.budget else 0)
     batches = config.plan.batches
-    shown = max((batch for batch in batches if most is None or batch <= most), default=batches[0])
+    shown = max((batch for batch in batches if maximum is None or batch <= maximum), default=batches[0])
     engine, plan = at(shown, context)
     recurrent = pair.target.recurrent
     per_token = (
@@ -168,7 +168,7 @@ def capacity(
         kv_per_token=per_token,
         window=shape.window_width * sum(per_token),
         budget=plan.budget if memory is not None else None,
-        rows=most,
+        rows=maximum,
         longest=longest_context,
         chunks=engine.prefill_chunks,
         runtime=str(engine.runtime),

@@ -179,11 +179,11 @@ def memory_table(advice: Advice) -> Table:
 def batches_table(advice: Advice) -> Table:
     """One line per batch: plain decoding and the recommended shape."""
     headings = ("batch", "plain ms", "tok/s", "shape", "ms", "length", "tok/s", "ratio", "pays from", "free N", "fits")
-    most = advice.capacity.rows
+    maximum = advice.capacity.rows
     rows = []
     for row in advice.rows:
         plain = (f"{row.plain.prediction.cycle_ms:.2f}", f"{row.plain.tokens_per_second:,.0f}")
-        fits = "?" if most is None else "yes" if row.batch <= most else "no"
+        fits = "?" if maximum is None else "yes" if row.batch <= maximum else "no"
         pays = f"{row.break_even:.2f}" if row.best.shape.num_steps else "-"
         rows.append((str(row.batch), *plain, spell(row.best.shape), *_figures(row.best, row), pays, str(row.free), fits))
     other = [(entry, row) for entry, row in zip(advice.configured, advice.rows, strict=False) if entry.shape != row.best.shape]
@@ -244,8 +244,8 @@ def crossover_line(advice: Advice) -> str:
     if not advice.variant.speculates:
         return free
     if advice.crossover is None:
-        most = advice.capacity.rows
-        up_to = f"that fits, up to {most}" if most else f"up to {LARGEST_BATCH}"
+        maximum = advice.capacity.rows
+        up_to = f"that fits, up to {maximum}" if maximum else f"up to {LARGEST_BATCH}"
         return f"Drafting is predicted to pay at every batch {up_to}. {free}"
     return f"Drafting stops paying at batch {advice.crossover}. {free}"
 

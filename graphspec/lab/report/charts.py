@@ -27,10 +27,10 @@ LABEL_GAP = 17
 """Pixels between the middles of two labels that name lines."""
 ROW = 58
 """Pixels of a horizontal bar with its label above."""
-MOST_ROWS = 12
-MOST_SIDES = 8
+MAX_ROWS = 12
+MAX_SIDES = 8
 """Most rows of a chart with one row per side."""
-MOST_LINES = 6
+MAX_LINES = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,8 @@ def named(side: SideRecord, more: str = "") -> str:
 
 
 def smallest_batches(sides: Iterable[SideRecord]) -> tuple[list[SideRecord], bool]:
-    """The sides with the smallest batches, at most :data:`MOST_SIDES`, and whether their batches differ."""
-    shown = sorted(sides, key=lambda side: side.batch)[:MOST_SIDES]
+    """The sides with the smallest batches, at most :data:`MAX_SIDES`, and whether their batches differ."""
+    shown = sorted(sides, key=lambda side: side.batch)[:MAX_SIDES]
     return shown, len({side.batch for side in shown}) > 1
 
 

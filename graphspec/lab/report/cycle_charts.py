@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from ..measure.results import Results, SideRecord, percent_of_floor, unique
 from .charts import (
-    MOST_LINES,
+    MAX_LINES,
     ROW,
     Chart,
     Palette,
@@ -62,7 +62,7 @@ def _acceptance(results: Results, palette: Palette, key: str, title: str, lede: 
         return Chart(id_, title, "", missing=f"no side with {key}", wide=False)
     # The first sides have distinct colours; those whose acceptance is not the drafter's own are subdued.
     ranked = sorted(sides.values(), key=lambda side: (bool(side.get("synthetic")), list(palette.styles).index(side.label)))
-    shown = ranked[:MOST_LINES]
+    shown = ranked[:MAX_LINES]
     data, ends = [], []
     for side in shown:
         shares = side.record[key]
@@ -74,12 +74,12 @@ def _acceptance(results: Results, palette: Palette, key: str, title: str, lede: 
         data.append(points(style, list(range(1, len(shares) + 1)), shares, named(side, note), hover))
         last = max(index for index, share in enumerate(shares) if share is not None)
         ends.append((float(last + 1), float(shares[last]), name, style.colour))
-    most = max(len(side.record[key]) for side in shown)
+    maximum = max(len(side.record[key]) for side in shown)
     height = 330
     drawn = drawing(
         data,
         height,
-        x={"dtick": 1, "tick0": 1, "range": [0.8, most + 0.2], "title_text": "draft position k", "showgrid": False},
+        x={"dtick": 1, "tick0": 1, "range": [0.8, maximum + 0.2], "title_text": "draft position k", "showgrid": False},
         y={"range": [0, 1.04], "tickformat": ".0%", "dtick": 0.25},
         annotations=end_labels(ends, height - 58, 0, 1.04),
         margin={"r": label_margin([text for _, _, text, _ in ends])},
@@ -87,8 +87,8 @@ def _acceptance(results: Results, palette: Palette, key: str, title: str, lede: 
     lede += " After each name its acceptance length, in tokens per cycle." * any(side.number("acceptance_length") for side in shown)
     lede += shown_note(len(shown), len(ranked))
     rows = [[marked(side), spell(side.number("acceptance_length")),
-             *(spell(share) for share in side.record[key]), *[DASH] * (most - len(side.record[key]))] for side in shown]  # fmt: skip
-    numbers = Table(["side", "acceptance length", *map(str, range(1, most + 1))], rows)
+             *(spell(share) for share in side.record[key]), *[DASH] * (maximum - len(side.record[key]))] for side in shown]  # fmt: skip
+    numbers = Table(["side", "acceptance length", *map(str, range(1, maximum + 1))], rows)
     return Chart(id_, title, lede, drawn, numbers, wide=False)
 
 

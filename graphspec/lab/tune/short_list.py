@@ -19,7 +19,7 @@ from ..predict.advice import Efficiency, Outlook, candidate_shapes
 from ..predict.capacity import kv_dtype_of, packs_weights
 from ..predict.from_results import calibrate, of_rows, read_measured
 from ..predict.model_pair import ModelPair, read_model_pair
-from ..predict.plan import configured_shape, deepest, device_and_dtype, most_steps, resolve_acceptance, resolve_hardware
+from ..predict.plan import configured_shape, deepest, device_and_dtype, max_steps, resolve_acceptance, resolve_hardware
 
 TRIED_FAN, TRIED_NODES = 4, 16
 """Most children and most nodes of the tree in the trial."""
@@ -52,7 +52,7 @@ class Candidates:
     def given(self) -> dict[CycleShape, str]:
         """Shapes that are run regardless of their prediction, and why."""
         unset = replace(self.config.variant, num_steps=None, topk=None, num_draft_tokens=None)
-        given = {resolve_shape(self.variant, unset, self.pair.target.family, self.heads, most_steps(self.pair)): "automatic"}
+        given = {resolve_shape(self.variant, unset, self.pair.target.family, self.heads, max_steps(self.pair)): "automatic"}
         configured = configured_shape(self.config, self.variant, self.pair, self.heads)
         if configured is not None:
             given.setdefault(configured, "configured")

@@ -8,7 +8,7 @@
   const SVG = "http://www.w3.org/2000/svg";
   const NODE = 26; // height of a node
   const ROW = 35;
-  const [LEAST_GAP, MOST_GAP] = [40, 84]; // between columns, for the edges
+  const [MIN_GAP, MAX_GAP] = [40, 84]; // between columns, for the edges
   const PAD = 18;
   const CHARACTER = 7.45; // of the monospaced font at 12.5 px
   const LONGEST = 16; // characters of a node's text
@@ -92,7 +92,7 @@
       widths[node.depth] = Math.max(widths[node.depth] ?? 0, node.width);
     }
     const spare = (box.clientWidth - 2 * PAD - widths.reduce((sum, width) => sum + width, 0)) / Math.max(1, widths.length - 1);
-    const gap = Math.min(MOST_GAP, Math.max(LEAST_GAP, Math.floor(spare)));
+    const gap = Math.min(MAX_GAP, Math.max(MIN_GAP, Math.floor(spare)));
     const columns = [PAD];
     widths.forEach((width, depth) => columns.push(columns[depth] + width + gap));
     for (const node of nodes) [node.x, node.y] = [columns[node.depth], PAD + node.row * ROW];
