@@ -232,7 +232,7 @@ def check_fields(instance: Any, group: str, *, paths: Collection[str] = (), erro
     """Check every field of a dataclass against its annotation, and put plain Python values in the fields' places.
 
     Understood are int, float, bool, str, ``Any`` and dataclasses; optional ones; lists, sequences (made tuples) and mappings of them.
-    Where a sequence of texts is wanted, a text alone is one of one.
+    A single string is accepted where a sequence of strings is expected.
 
     Args:
         instance: of the dataclass; call this first in its ``__post_init__``.

@@ -110,18 +110,18 @@ def check_sampling(params: Any, error: Errors) -> None:
 
 @dataclass(kw_only=True)
 class NgramSettings:
-    """What the n-gram drafters match. Depth, breadth and nodes are num_steps, topk and num_draft_tokens."""
+    """Matching of the n-gram drafters. Depth, breadth and nodes are num_steps, topk and num_draft_tokens."""
 
     min_window: int = 1
-    """Fewest tokens of context that must match."""
+    """Minimum tokens of context that must match."""
     max_window: int = 8
-    """Most tokens of context that are compared; a longer match comes first."""
+    """Maximum tokens of context to compare; longer matches come first."""
     match: str = "bfs"
     """Trie only. bfs: the most recent continuations first; prob: the most frequent ones."""
     min_breadth: int = 1
-    """Trie only, bfs: children kept far below the anchor; topk is the most."""
+    """Trie only, bfs: minimum children kept far below the anchor; topk is the maximum."""
     capacity: int = 1_000_000
-    """Trie only: nodes before the least recently used leaves go."""
+    """Trie only: maximum nodes; beyond it the least recently used leaves are evicted."""
     corpus: str | None = None
     """Trie only: a text file, one document per line (.jsonl: a JSON string per line), inserted at load."""
 
@@ -182,8 +182,8 @@ class ModelConfig:
     max_context: int | None = None
     """Longest prompt plus output, in tokens; null: what the checkpoint allows."""
     generation_config: str = "auto"
-    """auto: where a request says nothing, temperature, top_k, top_p, min_p and repetition_penalty are those of the checkpoint's
-    generation_config.json; ignore: they are neutral."""
+    """auto: temperature, top_k, top_p, min_p and repetition_penalty default to the checkpoint's generation_config.json; ignore: by
+    default they have no effect."""
 
     def __post_init__(self) -> None:
         check_fields(self, "model", paths=("path",))
@@ -213,10 +213,10 @@ class RuntimeConfig:
     prefill_lanes: int = 4
     """Prompts whose chunks one launch may read, up to the largest chunk together; 1: one at a time, as always with attention=flashinfer."""
     prefill_tokens_per_cycle: int | None = None
-    """Tokens of prompts, padding included, that may be read between two cycles of rows that decode, where each launch after the first
-    counts as 256 more; null: 256, or the smallest chunk."""
+    """Maximum prompt tokens, padding included, read between two decoding cycles. Each launch after the first counts as 256 tokens more.
+    null: 256, or the smallest chunk."""
     max_queued: int | None = None
-    """Requests that may wait, in addition to the max_rows that run; a call with more is refused. null: any number."""
+    """Maximum waiting requests, in addition to the max_rows that run; calls beyond it are refused. null: no limit."""
     cycles_in_flight: int = 1
     """Cycles queued on the device, including the one whose result is awaited; 1: launch and read in turn."""
     depth_per_bucket: dict[int, int] = field(default_factory=dict)
@@ -224,32 +224,32 @@ class RuntimeConfig:
     memory_fraction: float = 0.9
     """Share of the memory free at start that the engine may use."""
     prefix_cache: bool | None = None
-    """Prompts that begin alike share KV pages, and only the rest of a later one is computed; null: if target and drafter allow it. A
-    prompt is then read in other chunks: with numerics=fast that may flip a near-tie, as other requests in the batch may."""
+    """Share KV pages between prompts with a common prefix, and compute only the rest; null: if target and drafter allow it. A prompt is
+    then read in other chunks, which may flip a near-tie with numerics=fast, like other requests in the batch."""
     tensor_parallel: int = 1
     """Ranks that hold the target together, a GPU or a share of the CPU each; started with the engine, or by torchrun."""
     draft_parallel: str = "auto"
-    """Of several ranks. replicated: each holds all of the draft network; sharded: a part of its layers, and of its own head; auto: a part
-    of what takes longer to read than the sums between ranks take, by bandwidth_gbs, link_gbs and sum_us of the hardware; without them, and
-    on a CPU, all."""
+    """With several ranks. replicated: each holds the whole draft network; sharded: each holds a part of its layers and head; auto: shards
+    the parts that take longer to read than to sum over ranks, by bandwidth_gbs, link_gbs and sum_us of the hardware, and replicates if they
+    are unknown or on a CPU."""
     debug: bool = False
     """Check every buffer before each launch, poison those that live for one cycle, and refuse calls that wait for the device. Several ranks
     also compare what each cycle decided."""
     max_stop_ids: int = 8
-    """Stop ids a request may have."""
+    """Maximum stop ids per request."""
     max_logit_bias: int = 300
-    """Tokens a request may bias."""
+    """Maximum biased tokens per request."""
     max_logprobs: int = 20
-    """Alternatives a request may ask for with each token's log-probability."""
+    """Maximum alternatives per token that a request may ask for with logprobs."""
     sampling_classes: list[str] | None = None
-    """What the sampler does for requests: greedy, everything, or some of noise, truncate, penalties, bias, allowed, bad_words, logprobs and
-    grammar, such as noise+truncate; everything is all but grammar, and everything+grammar has that too. A launch runs the smallest class
-    prepared that covers its rows. Captured cycles of these are made at load; elsewhere programs are made at their first use. null: greedy,
-    everything, and the class of requests that say nothing, by the checkpoint's sampling defaults."""
+    """Sampling features to prepare programs for: greedy, everything (all but grammar), everything+grammar, or a combination of noise,
+    truncate, penalties, bias, allowed, bad_words, logprobs and grammar, such as noise+truncate. A launch runs the smallest prepared class
+    that covers its rows. Captured cycles are built at load, others at first use. null: greedy, everything, and the class of requests with
+    default parameters."""
     max_bad_words: int = 64
-    """Token sequences that a request's bad words may make; a word makes one or two, with a space in front of it and without."""
+    """Maximum banned token sequences per request; a word makes one or two, with and without a leading space."""
     max_bad_word_tokens: int = 8
-    """Tokens of the longest of them."""
+    """Maximum tokens of one banned sequence."""
 
     def __post_init__(self) -> None:
         check_fields(self, "runtime")
@@ -299,11 +299,12 @@ class KernelsConfig:
     """Of fused linear layers. fast: the kernel of each shape that measured best; batch_invariant: one order of summation for any
     number of rows, so that a token's logits do not depend on the rest of the batch."""
     programmatic_launch: bool | None = None
-    """Fused kernels may start while the one before them drains. null: if its probe has passed on this machine (docs/kernels.md)."""
+    """Programmatic dependent launch: a fused kernel starts while the previous one drains. null: if its probe has passed on this machine
+    (docs/kernels.md)."""
     compile_around: bool = True
-    """torch.compile what lies between fused kernels on a GPU. false: a cycle has more launches, and nothing to wait for at load."""
+    """Use torch.compile between fused kernels on a GPU. false: loads without waiting for it, but a cycle has more launches."""
     linear_table: str | None = None
-    """Measured choices between our linear layers and cuBLAS; what the file lacks is measured at start and added. null: a rule of thumb."""
+    """File of measured choices between our linear kernels and cuBLAS; missing shapes are measured at start and added. null: a heuristic."""
 
     def __post_init__(self) -> None:
         check_fields(self, "kernels", paths=("linear_table",))
@@ -322,28 +323,28 @@ class SamplingConfig:
     """How the launcher's requests are sampled. The Python API takes a ``SamplingParams`` per request."""
 
     max_tokens: int | None = 128
-    """Most new tokens; null: up to the end of the context."""
+    """Maximum new tokens; null: until the context is full."""
     temperature: float | None = None
     """0 is greedy, at most 1e5; null: the checkpoint's (model.generation_config), as for top_k, top_p, min_p and repetition_penalty."""
     n: int = 1
     """Outputs for each prompt, at a temperature above 0 if more than one."""
     seed: int | None = None
-    """64 bits that decide every draw; null: a fresh one for each request, reported with its output. Output i has the seed seed + i."""
+    """64 bits; null: a random seed per request, reported with its output. Output i has the seed seed + i."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Ids that end a request, in addition to the checkpoint's end-of-text ids."""
     ignore_eos: bool = False
     stop: list[str] = field(default_factory=list)
-    """Texts that end a request when they occur in its output."""
+    """Stop strings: the request ends when one occurs in its output."""
     include_stop_str_in_output: bool = False
-    """The text that ended a request is part of its output."""
+    """Keep the stop string in the output."""
     top_k: int | None = None
     """Keep the k most likely tokens; -1 or 0: all."""
     top_p: float | None = None
-    """Of those, keep the most likely ones that together hold this share; 1: all."""
+    """Then keep the smallest set of most likely tokens whose probability reaches this; 1: all."""
     min_p: float | None = None
-    """Of those, keep the ones at least this share as likely as the most likely; 0: all."""
+    """Then keep tokens at least this fraction as likely as the most likely one; 0: all."""
     repetition_penalty: float | None = None
-    """Divides positive logits, multiplies negative ones, of tokens in the prompt or the output, 0.01 to 100; 1: none."""
+    """Divides positive logits, and multiplies negative logits, of tokens in the prompt or the output; 0.01 to 100; 1: none."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of a token that is in the output."""
     frequency_penalty: float = 0.0
@@ -353,9 +354,9 @@ class SamplingConfig:
     allowed_token_ids: list[int] | None = None
     """Sample from these token ids alone; null: from all."""
     bad_words: list[str] = field(default_factory=list)
-    """Texts that never occur in the output; their last token is not sampled after the others."""
+    """Texts that never occur in the output."""
     min_tokens: int = 0
-    """No stop id, and no text of stop, before this many tokens."""
+    """No end-of-text id, stop id or stop string before this many tokens."""
     speculate: bool = True
     """false: decode these requests plainly, one token per cycle."""
     skip_special_tokens: bool = True
@@ -369,7 +370,7 @@ class SamplingConfig:
         check_sampling(self, ConfigError)
 
     def stated(self) -> SamplingConfig:
-        """The same for what is measured or compared: neutral where it says nothing, so that no checkpoint's defaults change a figure.
+        """The same for measurements and comparisons: unset values are neutral, so that no checkpoint's defaults change a figure.
 
         Raises:
             ConfigError: more than one output of a prompt.
@@ -381,22 +382,22 @@ class SamplingConfig:
 
     @property
     def stated_temperature(self) -> float:
-        """That of :meth:`stated`."""
+        """The temperature, or the neutral one if none is set."""
         return NEUTRAL.temperature if self.temperature is None else self.temperature
 
 
 @dataclass(kw_only=True)
 class AcceptConfig:
-    """How drafted tokens are accepted. Ours leave the target's distribution as it is, but for synthetic, and target_only below 1.0."""
+    """How drafts are accepted. Every built-in rule keeps the target's distribution, except synthetic and thresholds below 1."""
 
     rule: str = "match"
     """match (sample, then match), target_only (one coin per node), rejection (p/q, chains), synthetic (a forced length), or a package's."""
     threshold_single: float = 1.0
-    """target_only: a child at least this likely is accepted without a coin; below 1 the output deviates from the target's."""
+    """target_only: children at least this likely are always accepted; below 1 the output deviates from the target's distribution."""
     threshold_acc: float = 1.0
-    """target_only: the children's probabilities count divided by this; below 1 the output deviates from the target's."""
+    """target_only: children's probabilities are divided by this; below 1 the output deviates from the target's distribution."""
     block_verification: bool = False
-    """rejection: judge the drafted chain as a whole, which accepts no fewer tokens on average; otherwise token by token."""
+    """rejection: verify the chain as a block (accepts at least as many tokens on average); false: token by token."""
     synthetic_length: float | None = None
     """synthetic: mean tokens per cycle, the bonus token included, from 1 to num_steps + 1."""
     synthetic_rates: list[float] | None = None

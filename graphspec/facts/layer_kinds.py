@@ -41,7 +41,7 @@ def window_by_flag(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
 
 
 def window_by_layer(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
-    """As :func:`window_by_flag`, in the layers that ``layer_types`` or ``max_window_layers`` say.
+    """The window of each layer: :func:`window_by_flag`, limited to the layers named by ``layer_types`` or ``max_window_layers``.
 
     Raises:
         CheckpointError: as there, or a list of another length or of other kinds of layers.

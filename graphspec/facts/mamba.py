@@ -152,7 +152,7 @@ def read_falcon_ssm(keys: Keys, num_layers: int) -> RecurrentFacts | None:
 def _read_ssm(
     keys: Keys, layers: tuple[bool, ...], heads: str, groups: str, state: str, head_dim: str, taps: str, conv_bias: str, bias: str
 ) -> RecurrentFacts | None:
-    """By the names that a family gives the sizes.
+    """Reads Mamba-2 sizes from the keys that a family uses for them.
 
     Steps are not clamped, neither in prompts nor in decoding. transformers clamps those of Nemotron-H's prompts from below, by
     ``time_step_min``, and of no decoded token: with one rule a prompt leaves what decoding it would leave.

@@ -182,7 +182,7 @@ def _compressed_tensors(values: Mapping[str, Any], key: str) -> Quantisation:
 
 
 def _scheme(group: Mapping[str, Any]) -> Scheme | None:
-    """Of a group of compressed-tensors' ``config_groups``."""
+    """The scheme of one entry of compressed-tensors' ``config_groups``; None: its weights are not quantised."""
     weights = group.get("weights")
     if not isinstance(weights, Mapping):
         return None

@@ -80,7 +80,7 @@ class RecurrentFacts:
 
     @property
     def splits_groups(self) -> bool:
-        """Of Mamba-2: a group of heads, which are normed together, lies on several ranks."""
+        """Whether a group of Mamba-2 heads, which share a norm, is split over ranks."""
         return self.ssm is not None and self.sharding.sharded and self.sharding.copies > 1
 
     @property
@@ -116,11 +116,11 @@ class RecurrentFacts:
         )
 
     def state_bytes(self, itemsize: int) -> int:
-        """Of one row, in all layers; ``itemsize``: bytes of a number in the dtype of the model."""
+        """Bytes of one row's states in all layers; ``itemsize`` is that of the model's dtype."""
         return self.count * _bytes(self.states, itemsize)
 
     def record_bytes(self, itemsize: int) -> int:
-        """Of one node, in all layers."""
+        """Bytes of one node's records in all layers."""
         return self.count * _bytes(self.records, itemsize)
 
     def layers_from(self, first: int) -> RecurrentFacts | None:

@@ -201,7 +201,7 @@ def group_parameters(
 
 
 def _group_of(network: nn.Module, name: str) -> str:
-    """Of :data:`GROUPS`, by the name of a weight."""
+    """Which of :data:`GROUPS` a weight belongs to, by its name."""
     path, _, leaf = name.rpartition(".")
     owner, words = network.get_submodule(path), name.split(".")
     if isinstance(owner, MixtureOfExperts) and leaf in _EXPERTS:

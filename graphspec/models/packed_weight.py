@@ -72,12 +72,12 @@ class PackedWeight(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Of all tensors."""
+        """Device of all its tensors."""
         return next(self.buffers()).device
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all its tensors."""
         return sum(tensor.nbytes for tensor in self.buffers())
 
     def pack(self) -> Tensor:

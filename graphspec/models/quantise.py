@@ -149,7 +149,7 @@ class _Work:
         self.before = 0
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """In the order of the source."""
+        """Yields names and tensors in the order of the source."""
         for name in self._checkpoint.names():
             tensor = self._checkpoint.raw(name)
             self.before += tensor.nbytes

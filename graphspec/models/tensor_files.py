@@ -149,11 +149,11 @@ def _check_legacy(stream: BinaryIO) -> None:
 
 
 def _check_program(program: io.BytesIO) -> None:
-    """That a pickle, read up to its end, names nothing but parts of tensors.
+    """Reads a pickle to its end and checks that it names nothing but parts of tensors.
 
     Raises:
-        UnpicklingError: it does.
-        ValueError: it isn't one.
+        UnpicklingError: it names something else.
+        ValueError: it is no pickle.
     """
     for opcode, argument, _ in pickletools.genops(program):
         if opcode.name in _TOO_NEW:

@@ -121,7 +121,7 @@ class Drafter(nn.Module):
 
     @property
     def facts(self) -> DraftFacts:
-        """Of the network."""
+        """Facts of the network."""
         return cast("DraftFacts", self.network.facts)
 
     @property

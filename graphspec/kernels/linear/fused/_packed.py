@@ -126,7 +126,7 @@ def _factor(entries, FLOAT8: tl.constexpr):
 
 @triton.jit
 def _spread(values, COLUMNS: tl.constexpr):
-    """As many columns, each of ``values`` repeated."""
+    """Repeats each column of ``values`` up to ``COLUMNS`` in total."""
     RUN: tl.constexpr = COLUMNS // values.shape[1]
     if RUN > 1:
         values = tl.reshape(tl.broadcast_to(values[:, :, None], [values.shape[0], values.shape[1], RUN]), [values.shape[0], COLUMNS])
