@@ -114,8 +114,9 @@ bench: $(STAMP) ## measure speed, all sides in one run; docs/benchmarks.md
 	$(BIN)/python -m perf.speed --page
 
 RACE ?=
-race: $(STAMP) ## the same with engines of others, which `pip install -e '.[race]'` brings; RACE="--batch 8", "--prompt-tokens 512 --max-tokens 1"
-	$(BIN)/python -m perf.speed --race $(RACE)
+# The demo model's race also has ONNX Runtime, CTranslate2 and OpenVINO: `pip install -e '.[race]'`.
+race: $(STAMP) ## a chat model against llama.cpp and transformers; MODEL=demo: the demo model against other engines; RACE="--llama PROGRAM"
+	$(BIN)/python -m $(if $(filter demo,$(MODEL)),perf.speed --race,perf.chat_race --model $(MODEL)) $(RACE)
 
 BASE ?= HEAD
 HEAD ?= .

@@ -36,7 +36,7 @@ from ..graphs.programs import Key
 from ..graphs.ranks import FollowingCycle, LeadingCycle
 from ..host.progress import Display, Progress, display_of
 from ..models.layers import join_ranks, use_kernels
-from ..models.stack import pack_network, uses_packed_weights
+from ..models.stack import pack_network, round_weights, uses_packed_weights
 from ..models.target import load_target
 from ..models.token_map import apply_token_map, load_token_map
 from ..plan.buffers import DTYPES
@@ -192,6 +192,8 @@ class LLM:
             if (token_map := self.config.variant.token_map) is not None:
                 apply_token_map(draft, load_token_map(user_path("variant.token_map", token_map), plan.target.vocab_size))
         networks = {"target": target} if draft is None else {"target": target, "draft": draft}
+        for network in networks.values():
+            round_weights(network, plan)
         if self.ranks is not None:
             comm = self.ranks.comm(device)
             for network in networks.values():
@@ -426,7 +428,7 @@ class LLM:
         plan, shape = self.plan, f"({', '.join(map(str, self.plan.shape.numbers))})"
         return (
             f"LLM(model={self.config.model.path!r}, variant={plan.variant.name!r}, shape={shape}, runtime={plan.runtime.name!r}, "
-            f"device={plan.device!r}, dtype={plan.dtype!r}, buckets={list(plan.buckets)})"
+            f"device={plan.device!r}, dtype={plan.weight_dtype!r}, buckets={list(plan.buckets)})"
         )
 
     def __enter__(self) -> Self:

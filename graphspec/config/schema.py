@@ -203,6 +203,9 @@ class RuntimeConfig:
     """Lane counts for which a cycle exists, ascending."""
     page_size: int = 16
     """Tokens per KV page."""
+    kv_dtype: str = "auto"
+    """Of the KV pools: auto, float32, bfloat16 or float16. auto: hardware.dtype; fused kernels have no other. Keys and values are rounded
+    when they are written; arithmetic does not change."""
     num_pages: int | None = None
     """KV pages in each pool, without the dummy page; null: what fits, at most max_rows full contexts; rows share them."""
     prefill_chunks: list[int] | None = None
@@ -253,6 +256,7 @@ class RuntimeConfig:
         check_fields(self, "runtime")
         one_of("runtime.name", self.name, RUNTIMES)
         in_range("runtime.tensor_parallel", self.tensor_parallel, 1, MAX_RANKS)
+        one_of("runtime.kv_dtype", self.kv_dtype, DTYPES)
         one_of("runtime.draft_parallel", self.draft_parallel, DRAFT_PARALLEL)
         in_range("runtime.max_rows", self.max_rows, 1, MAX_ROWS)
         in_range("runtime.page_size", self.page_size, 1, MAX_PAGE)
@@ -427,7 +431,8 @@ class HardwareConfig:
     device: str = "auto"
     """cpu, cuda, or auto: cuda if there is a GPU."""
     dtype: str = "auto"
-    """Weights, activations and KV; auto: float32 on the CPU, the checkpoint's dtype on CUDA."""
+    """Weights, activations and KV; auto: float32 on the CPU, the checkpoint's dtype on CUDA. Compiled kernels on a CPU always compute in
+    float32: there a 16-bit dtype is that of weights and KV."""
     threads: int | None = None
     """CPU threads; null: torch's choice."""
     memory_gib: float | None = None
