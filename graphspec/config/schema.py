@@ -245,8 +245,8 @@ class RuntimeConfig:
     """Sampling features to prepare programs for: greedy; default (what requests with default parameters need); everything (all but
     prompt_logprobs and grammar); or a combination of noise, truncate, penalties, bias, allowed, bad_words, logprobs, prompt_logprobs and
     grammar, such as noise+truncate or everything+grammar. A launch runs the smallest prepared class that covers its rows. Captured cycles
-    are built at load, others at first use; graphspec serve builds all at load and refuses requests that need more. null: greedy, default and
-    everything; with graphspec serve also everything+prompt_logprobs, and both with grammar if grammars can be compiled."""
+    are built at load, others at first use; graphspec serve builds all at load and refuses requests that need more. null: greedy, default
+    and everything; with graphspec serve also everything+prompt_logprobs, and both with grammar if grammars can be compiled."""
     max_bad_words: int = 64
     """Maximum banned token sequences per request; a word makes one or two, with and without a leading space."""
     max_bad_word_tokens: int = 8
