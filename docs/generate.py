@@ -141,6 +141,11 @@ def models() -> str:
     return MODELS_HEAD + "\n".join(rows) + "\n"
 
 
+def _code(node: ast.AST) -> str:
+    """Source of a node with the house's quotes; ``ast`` writes the others."""
+    return ast.unparse(node).replace("'", '"')
+
+
 def _call(function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> str:
     """One call as it is written, without ``self`` and annotations of arguments."""
     arguments = function.args
@@ -154,7 +159,7 @@ def _call(function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> str:
 
 
 def _argument(argument: ast.arg, default: ast.expr | None) -> str:
-    return argument.arg if default is None else f"{argument.arg}={ast.unparse(default)}"
+    return argument.arg if default is None else f"{argument.arg}={_code(default)}"
 
 
 def signature(node: ast.ClassDef | ast.FunctionDef) -> str:
@@ -163,7 +168,7 @@ def signature(node: ast.ClassDef | ast.FunctionDef) -> str:
         return f"```python\n{_call(node, node.name)}\n```\n"
     methods = [item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
     constructor = next((method for method in methods if method.name == "__init__"), None)
-    fields = [ast.unparse(item) for item in node.body if isinstance(item, ast.AnnAssign) and not ast.unparse(item.target).startswith("_")]
+    fields = [_code(item) for item in node.body if isinstance(item, ast.AnnAssign) and not ast.unparse(item.target).startswith("_")]
     bases = ", ".join(map(ast.unparse, node.bases))
     head = (
         _call(constructor, node.name)

@@ -75,9 +75,13 @@ def test_tokens_equal_transformers(gemma: Path, plain: Any) -> None:
     for prompt, output in zip(prompts, outputs, strict=True):
         with torch.inference_mode():
             out = plain.generate(
-                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64), max_new_tokens=LENGTH, do_sample=False,
-                eos_token_id=None, pad_token_id=0,
-            )  # fmt: skip
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                max_new_tokens=LENGTH,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
         assert list(output.token_ids) == out[0, len(prompt) :].tolist()
 
 
