@@ -36,7 +36,7 @@ from ..graphs.programs import Key
 from ..graphs.ranks import FollowingCycle, LeadingCycle
 from ..host.progress import Display, Progress, display_of
 from ..models.layers import join_ranks, use_kernels
-from ..models.stack import pack_network, uses_packed_weights
+from ..models.stack import pack_network, round_weights, uses_packed_weights
 from ..models.target import load_target, read_target_facts
 from ..models.token_map import apply_token_map, load_token_map
 from ..plan.buffers import DTYPES
@@ -144,7 +144,7 @@ class LLM:
         self._engine = Engine(self.cycle, self._load_proposer(), self._adaptive_depth(), progress, self._new_display)
         self.load = self._engine.load
         """What there is to do now, as :class:`graphspec.engine.meter.Load`; any thread may ask."""
-        self.ping = self._engine.ping
+        self.ping, self.check_class = self._engine.ping, self._engine.check_class
         self._acceptance_test = AcceptanceTest(self.plan)
         self.grammars = Grammars(self.plan)
         """Compiles those of requests."""
@@ -192,6 +192,8 @@ class LLM:
             if (token_map := self.config.variant.token_map) is not None:
                 apply_token_map(draft, load_token_map(user_path("variant.token_map", token_map), plan.target.vocab_size))
         networks = {"target": target} if draft is None else {"target": target, "draft": draft}
+        for network in networks.values():
+            round_weights(network, plan)
         if self.ranks is not None:
             comm = self.ranks.comm(device)
             for network in networks.values():
@@ -426,7 +428,7 @@ class LLM:
         plan, shape = self.plan, f"({', '.join(map(str, self.plan.shape.numbers))})"
         return (
             f"LLM(model={self.config.model.path!r}, variant={plan.variant.name!r}, shape={shape}, runtime={plan.runtime.name!r}, "
-            f"device={plan.device!r}, dtype={plan.dtype!r}, buckets={list(plan.buckets)})"
+            f"device={plan.device!r}, dtype={plan.weight_dtype!r}, buckets={list(plan.buckets)})"
         )
 
     def __enter__(self) -> Self:
@@ -445,6 +447,17 @@ class LLM:
         With adaptive depth, cycles without a configured time are timed too, once per bucket.
         """
         self._engine.prepare(check_warm_up(requests, sampling, self.plan), sampling)
+
+    def seal(self) -> None:
+        """Build the programs of greedy requests, of those that say nothing and of ``runtime.sampling_classes``, and none after that.
+
+        From then on no call waits for another one's programs. A request is served by the smallest class that covers it, and one that none
+        covers is refused.
+
+        Raises:
+            ResourceError: the engine is closed, or memory ran out.
+        """
+        self._engine.seal(GREEDY, self.plan.sampling_defaults.sampling_class, *self.plan.sampling_classes)
 
     def keys(self, requests: int, sampling: SamplingClass) -> list[Key]:
         """Programs that ``requests`` requests may need: every bucket up to the one they fill, and every chunk size."""

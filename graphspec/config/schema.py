@@ -143,6 +143,9 @@ class RuntimeConfig:
     """Lane counts for which a cycle exists, ascending."""
     page_size: int = 16
     """Tokens per KV page."""
+    kv_dtype: str = "auto"
+    """Of the KV pools: auto, float32, bfloat16 or float16. auto: hardware.dtype; fused kernels have no other. Keys and values are rounded
+    when they are written; arithmetic does not change."""
     num_pages: int | None = None
     """KV pages in each pool, without the dummy page; null: what fits, at most max_rows full contexts; rows share them."""
     prefill_chunks: list[int] | None = None
@@ -179,10 +182,11 @@ class RuntimeConfig:
     max_logprobs: int = 20
     """Maximum alternatives per token that a request may ask for with logprobs."""
     sampling_classes: list[str] | None = None
-    """Sampling features to prepare programs for: greedy, everything (all but grammar), everything+grammar, or a combination of noise,
-    truncate, penalties, bias, allowed, bad_words, logprobs and grammar, such as noise+truncate. A launch runs the smallest prepared class
-    that covers its rows. Captured cycles are built at load, others at first use. null: greedy, everything, and the class of requests with
-    default parameters."""
+    """Sampling features to prepare programs for: greedy; default (what requests with default parameters need); everything (all but
+    prompt_logprobs and grammar); or a combination of noise, truncate, penalties, bias, allowed, bad_words, logprobs, prompt_logprobs and
+    grammar, such as noise+truncate or everything+grammar. A launch runs the smallest prepared class that covers its rows. Captured cycles
+    are built at load, others at first use; graphspec serve builds all at load and refuses requests that need more. null: greedy, default
+    and everything; with graphspec serve also everything+prompt_logprobs, and both with grammar if grammars can be compiled."""
     max_bad_words: int = 64
     """Maximum banned token sequences per request; a word makes one or two, with and without a leading space."""
     max_bad_word_tokens: int = 8
@@ -192,6 +196,7 @@ class RuntimeConfig:
         check_fields(self, "runtime")
         one_of("runtime.name", self.name, RUNTIMES)
         in_range("runtime.tensor_parallel", self.tensor_parallel, 1, MAX_RANKS)
+        one_of("runtime.kv_dtype", self.kv_dtype, DTYPES)
         one_of("runtime.draft_parallel", self.draft_parallel, DRAFT_PARALLEL)
         in_range("runtime.max_rows", self.max_rows, 1, MAX_ROWS)
         in_range("runtime.page_size", self.page_size, 1, MAX_PAGE)
@@ -212,8 +217,8 @@ class RuntimeConfig:
         ascending("runtime.buckets", self.buckets, 1, MAX_ROWS)
         for place, name in enumerate(self.sampling_classes or ()):
             if sampling_class_of(name, self.max_logprobs) is None:
-                parts = "noise, truncate (with noise), penalties, bias, allowed, bad_words, logprobs and grammar"
-                expected = f"greedy, everything, everything+grammar, or some of {parts}, joined by +"
+                parts = "noise, truncate (with noise), penalties, bias, allowed, bad_words, logprobs, prompt_logprobs and grammar"
+                expected = f"greedy, everything, everything+grammar, default, or some of {parts}, joined by +"
                 raise ConfigError(f"runtime.sampling_classes[{place}]", expected, repr(name))
         if self.prefill_chunks is not None:
             ascending("runtime.prefill_chunks", self.prefill_chunks, 1, MAX_CHUNK)
@@ -366,7 +371,8 @@ class HardwareConfig:
     device: str = "auto"
     """cpu, cuda, or auto: cuda if there is a GPU."""
     dtype: str = "auto"
-    """Weights, activations and KV; auto: float32 on the CPU, the checkpoint's dtype on CUDA."""
+    """Weights, activations and KV; auto: float32 on the CPU, the checkpoint's dtype on CUDA. Compiled kernels on a CPU always compute in
+    float32: there a 16-bit dtype is that of weights and KV."""
     threads: int | None = None
     """CPU threads; null: torch's choice."""
     memory_gib: float | None = None

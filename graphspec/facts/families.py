@@ -22,6 +22,7 @@ from .layer_kinds import (
     gemma_keys,
     gpt_oss_keys,
     listed_layers_rotate,
+    mistral_keys,
     olmo3_keys,
     one_group_keys,
     smollm3_keys,
@@ -51,7 +52,14 @@ from .mamba import (
     read_nemotron_experts,
     read_nemotron_ssm,
 )
-from .moe import read_deepseek_experts, read_gpt_oss_experts, read_qwen3_5_experts, read_qwen3_experts, read_qwen3_next_experts
+from .moe import (
+    read_deepseek_experts,
+    read_gpt_oss_experts,
+    read_listed_experts,
+    read_qwen3_5_experts,
+    read_qwen3_experts,
+    read_qwen3_next_experts,
+)
 from .multipliers import read_falcon_multipliers, read_gemma_multipliers, read_granite_multipliers
 from .recurrent import read_gated_delta
 
@@ -254,6 +262,14 @@ KIMI_LINEAR = Family(
     architectures=("KimiLinearForCausalLM",),
     refused="the gates of its recurrent layers are vectors, which is not supported",
 )
+_REFUSED = (
+    ("deepseek_v32", ("DeepseekV32ForCausalLM",), "an indexer chooses the tokens that each query sees, which is not supported"),
+    ("glm_moe_dsa", ("GlmMoeDsaForCausalLM",), "an indexer chooses the tokens that each query sees, which is not supported"),
+    ("gemma4", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), "its heads have two widths, which is not supported"),
+    ("llama4", ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"), "its layers attend within chunks, which is not supported"),
+    ("mistral4", ("Mistral4ForCausalLM",), "its latent attention scales queries by position, which is not supported"),
+)
+"""Families that are asked for, and what they need that nothing here has."""
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA,
@@ -264,6 +280,7 @@ FAMILIES: tuple[Family, ...] = (
         layout=LANGUAGE_LAYOUT,
         window=partial(window_everywhere, default=None),
         nested="text_config",
+        usual=mistral_keys,
         tied=True,
         max_positions=131072,
     ),
@@ -360,6 +377,14 @@ FAMILIES: tuple[Family, ...] = (
         max_positions=2048,
     ),
     GLM4_MOE,
+    replace(
+        DEEPSEEK_V3,
+        name="glm4_moe_lite",
+        architectures=("Glm4MoeLiteForCausalLM",),
+        usual=one_group_keys,
+        experts=read_listed_experts,
+        max_positions=202752,
+    ),
     GEMMA,
     GEMMA2,
     GEMMA3,
@@ -382,6 +407,7 @@ FAMILIES: tuple[Family, ...] = (
     FALCON_H1,
     GPT_OSS,
     KIMI_LINEAR,
+    *(Family(name=name, architectures=names, refused=reason) for name, names, reason in _REFUSED),
 )
 ENTRY_POINTS = "graphspec.families"
 """Group of entry points through which another package adds a :class:`Family`: ``name = module:attribute``."""

@@ -108,6 +108,17 @@ def _by_kind(values: dict[str, object], full_theta: object, sliding_theta: objec
     return {**rest, "rope_parameters": ropes}
 
 
+def mistral_keys(keys: Keys) -> Keys:
+    """The config of a model that sees images, whose language model attends over keys and values.
+
+    Raises:
+        CheckpointError: it has latent attention (Mistral Small 4).
+    """
+    if keys.present("kv_lora_rank"):
+        raise keys.error("kv_lora_rank", "no such key", "latent attention with queries scaled by position is not supported")
+    return keys
+
+
 def gemma_keys(keys: Keys) -> Keys:
     """Gemma's config with the usual name of the activation; the first releases write "gelu" and mean the tanh approximation.
 

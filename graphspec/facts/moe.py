@@ -136,6 +136,24 @@ def _read_groups(keys: Keys, experts: int, topk: int, best: int) -> tuple[int, i
     return groups, chosen
 
 
+def read_listed_experts(keys: Keys, num_layers: int) -> ExpertFacts:
+    """DeepSeek-V3's, in the layers that ``mlp_layer_types`` calls sparse (GLM-4.7-Flash); absent: in all but the first. Prediction heads,
+    which the list need not name, have them.
+
+    Raises:
+        CheckpointError: a key that is missing, wrong or not supported.
+    """
+    name, kinds = "mlp_layer_types", ("dense", "sparse")
+    listed = keys.values[name] if keys.present(name) else ["dense"] + ["sparse"] * (num_layers - 1)
+    heads = keys.integer("num_nextn_predict_layers", 0, minimum=0, maximum=MAX_LAYERS)
+    if isinstance(listed, list) and len(listed) == num_layers - heads:
+        listed = [*listed, *["sparse"] * heads]
+    if not isinstance(listed, list) or len(listed) != num_layers or not all(kind in kinds for kind in listed):
+        raise keys.error(name, f"{num_layers} entries of {' or '.join(kinds)}")
+    facts = read_deepseek_experts(keys, num_layers, sigmoid=True)
+    return replace(facts, layers=tuple(kind == "sparse" for kind in listed))
+
+
 def read_deepseek_experts(keys: Keys, num_layers: int, *, sigmoid: bool) -> ExpertFacts:
     """DeepSeek-V2 (arXiv 2405.04434, section 2.2): softmax; DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): sigmoid and correction.
 

@@ -277,7 +277,8 @@ class FloorModel:
 
     Attributes:
         target, draft: facts; ``draft`` is None for a drafter without a network.
-        itemsize: bytes of a weight that is not packed, and of an element of KV.
+        itemsize: bytes of a weight that is not packed.
+        kv_itemsize: bytes of an element of KV.
         target_weights: of the target.
         draft_weights: weights that pass 1, 2, ... of the draft reads; further passes read the last ones.
         draft_own: parameters of the draft that it does not share with the target.
@@ -286,6 +287,7 @@ class FloorModel:
     target: ModelFacts
     draft: DraftFacts | None
     itemsize: int
+    kv_itemsize: int
     target_weights: Weights
     draft_weights: tuple[Weights, ...]
     draft_own: Weights | None
@@ -293,7 +295,7 @@ class FloorModel:
     @classmethod
     def of(
         cls, target: ModelFacts, draft: DraftFacts | None, dtype: str, variant: Variant | None = None, token_map: str | None = None,
-        from_config: bool | None = None, *, packed: bool = False,
+        from_config: bool | None = None, *, packed: bool = False, kv_dtype: str | None = None,
     ) -> FloorModel:  # fmt: skip
         """Build the model from facts.
 
@@ -306,6 +308,7 @@ class FloorModel:
             from_config: don't read the draft's tensors; None: read them where there are any.
             packed: linear layers are packed (:func:`graphspec.models.stack.uses_packed_weights`), and hold in 16 bits what a checkpoint
                 with tensors has in 16 bits.
+            kv_dtype: of the KV pools; None: ``dtype``.
 
         Raises:
             CheckpointError: tensors that do not fit their config.
@@ -319,12 +322,13 @@ class FloorModel:
         if draft is not None:
             assert variant is not None, "the variant of the draft"
             network = build_draft(draft, model, variant, token_map, from_config)
-        return cls.of_networks(target, model, draft, network, dtype, packed=packed)
+        return cls.of_networks(target, model, draft, network, dtype, packed=packed, kv_dtype=kv_dtype)
 
     @classmethod
     def of_networks(
-        cls, target: ModelFacts, model: nn.Module, draft: DraftFacts | None, network: nn.Module | None, dtype: str, *, packed: bool = False
-    ) -> FloorModel:
+        cls, target: ModelFacts, model: nn.Module, draft: DraftFacts | None, network: nn.Module | None, dtype: str, *, packed: bool = False,
+        kv_dtype: str | None = None,
+    ) -> FloorModel:  # fmt: skip
         """Build the model from networks, with or without data, whose weights are not packed yet; ``packed``: they will be."""
         itemsize, group = DTYPES[dtype].itemsize, partial(group_parameters, packed=packed)
         passes: tuple[Weights, ...] = ()
@@ -337,6 +341,7 @@ class FloorModel:
             target=target,
             draft=draft if network is not None else None,
             itemsize=itemsize,
+            kv_itemsize=DTYPES[kv_dtype or dtype].itemsize,
             target_weights=group(model, itemsize),
             draft_weights=passes,
             draft_own=own,
@@ -397,7 +402,7 @@ class FloorModel:
             tally.flops += 2 * tokens * weights.numbers["experts"] * topk / experts
         parts["embedding"] += tokens * facts.hidden_size * size
         sides, heads, width = facts.kv_row
-        row = sides * heads * width * size
+        row = sides * heads * width * self.kv_itemsize
         # Operations per query head and committed token: score and weighted sum.
         per_slot = 4 * facts.head_dim if facts.latent is None else 2 * (facts.latent.row_dim + facts.latent.rank)
         for layer in layers:

@@ -150,6 +150,8 @@ def _decoder(model: Any) -> nn.Module:
 
 def _try(config: Any, model: Any) -> list[_Call]:
     """The attention calls of a pass of a model on ``meta``."""
+    if config.get_text_config() is not config:
+        raise _Unservable("it does not read texts alone")
     decoder = _decoder(model)
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         raise _Unservable("its positions can't be given")

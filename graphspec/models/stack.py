@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from torch import Tensor, nn
 
 from ..kernels import resolve
+from ..plan.buffers import DTYPES
 from .experts import MixtureOfExperts
 from .layers import Embedding, Linear, RMSNorm, SelfAttention
 from .mlp import MLP, GeluMLP
@@ -212,6 +213,23 @@ class DraftInput(nn.Module):
             token_BT, valid_BT, self.embedding.table, hidden_BTH, self.embedding_scale, self.hidden_scale, self.eps, self.hidden_first
         )
         return entering
+
+
+def round_weights(network: nn.Module, plan: Plan) -> None:
+    """Round a network's parameters to the plan's ``weight_dtype``, in place, where it is not the one they are held in.
+
+    Codes of low precision and parameters that modules keep in float32 stay as they are. On the device ``meta`` only the dtype in which
+    layers will be packed is set.
+    """
+    if plan.weight_dtype == plan.dtype:
+        return
+    dtype = DTYPES[plan.weight_dtype]
+    for module in network.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.is_meta and name not in getattr(module, "float32_names", ()):
+                parameter.data = parameter.data.to(dtype).to(parameter.dtype)
+        if isinstance(module, Linear | Embedding) and isinstance(module.weight, nn.Parameter):
+            module.stored = dtype
 
 
 def uses_packed_weights(plan: Plan) -> bool:

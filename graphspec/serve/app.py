@@ -214,6 +214,7 @@ class Api:
         body, prompts, params = asked.body, asked.prompts, asked.params
         if body.priority and not self.options.allow_priority:
             raise bad_field("priority", "0, unless the server runs with server.allow_priority=true", body.priority)
+        self.llm.llm.check_class(params.resolve(self.plan.sampling_defaults).sampling_class)
         with ExitStack() as held:
             held.enter_context(self.slots.take(len(prompts) * params.n))
             options = {"priority": body.priority, "deadline": self.options.request_seconds, "cache_salt": body.cache_salt}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..facts.files import plain
 from ..facts.gguf import BLOCKS, GgufTensor, read_headers
-from ..facts.gguf_model import hf_name, row_order
+from ..facts.gguf_model import hf_name, norm_offset, row_order
 from ..kernels.linear.packed import Packed
 from .quantised import Codes
 
@@ -108,6 +109,13 @@ DECODE: dict[str, Callable[[Tensor], Packed]] = {
 """From blocks, bytes ``[N, blocks, bytes of a block]``."""
 
 
+def _experts(tensor: GgufTensor) -> list[GgufTensor]:
+    """The matrices of all experts, which lie one after another."""
+    count, *matrix = tensor.shape
+    size = tensor.nbytes // count
+    return [replace(tensor, shape=tuple(matrix), begin=tensor.begin + expert * size, nbytes=size) for expert in range(count)]
+
+
 class GgufFile:
     """The tensors of a model in GGUF files, under the names that they have in Hugging Face checkpoints.
 
@@ -123,14 +131,21 @@ class GgufFile:
         self._tensors: dict[str, tuple[Path, GgufTensor]] = {}
         self._maps: dict[Path, mmap.mmap] = {}
         self._orders: dict[str, Tensor] = {}
+        self._offsets: set[str] = set()
         for header in headers:
             for tensor in header.tensors.values():
                 if (name := hf_name(headers[0], tensor.name)) is None:
+                    continue
+                if "#" in name and len(tensor.shape) == 3:
+                    for expert, part in enumerate(_experts(tensor)):
+                        self._tensors[name.replace("#", str(expert))] = (header.file, part)
                     continue
                 if tensor.type not in _FLOATS and len(tensor.shape) != 2:
                     expected = f"a matrix, or one of {', '.join(_FLOATS)}"
                     raise CheckpointError(f"{header.file}: {plain(tensor.name)}", expected, f"{tensor.type} of shape {list(tensor.shape)}")
                 self._tensors[name] = (header.file, tensor)
+                if norm_offset(headers[0], tensor.name):
+                    self._offsets.add(name)
                 if (heads := row_order(headers[0], tensor.name)) is not None:
                     if tensor.shape[0] % (2 * heads):
                         expected = f"rows of {heads} heads of an even width"
@@ -150,6 +165,8 @@ class GgufFile:
         """A tensor of numbers."""
         _, tensor = self._tensors[name]
         found = self._bytes(name).view(_FLOATS[tensor.type]).view(tensor.shape)
+        if name in self._offsets:  # exact near 1, and what the network adds 1 to
+            found = found.float() - 1
         return found[self._orders[name]] if name in self._orders else found
 
     def part(self, name: str, dim: int, begin: int, length: int) -> Tensor:

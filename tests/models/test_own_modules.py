@@ -159,12 +159,13 @@ def test_an_unknown_family_is_refused(pairs: dict[str, Pair]) -> None:
         ("DeepseekV3", {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}, "different widths"),
         ("Llama4Text", {"attention_chunk_size": 8, "head_dim": 16}, "layers of kind chunked_attention"),
         ("Phi", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "depends on the length"),
+        ("Gemma3", {"text_config": {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 3}}, "does not read texts alone"),
         ("Gemma4Text", {"head_dim": 16, "global_head_dim": 32}, "heads of different shapes"),
         ("StableLm", {"hidden_size": 45, "partial_rotary_factor": 0.3}, "heads have a width of 15"),
     ],
 )
 def test_models_that_it_can_not_serve_are_refused(name: str, overrides: dict[str, Any], said: str, tmp_path: Path) -> None:
-    config = getattr(transformers, f"{name}Config")(**{**BASE, **overrides})
+    config = getattr(transformers, f"{name}Config")(**(overrides if "text_config" in overrides else {**BASE, **overrides}))
     config.architectures = [f"{name.removesuffix('Text')}ForCausalLM"]
     config.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError) as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "dots1": ("Dots1", {**GROUPED, "num_key_value_heads": 2, "sliding_window": 7, "max_window_layers": 1, "norm_topk_prob": True}),
     "glm4_moe": ("Glm4Moe", {**GROUPED, "num_key_value_heads": 2, "attention_bias": True, "use_qk_norm": True, "n_group": 2}),
     "glm4_moe, plain": ("Glm4Moe", {**GROUPED, "num_key_value_heads": 4, "norm_topk_prob": False, "routed_scaling_factor": 2.5}),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        {
+            **{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
+            "q_lora_rank": 10,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
+    ),
     "deepseek_v3": ("DeepseekV3", {**LATENT, "q_lora_rank": 10, "n_group": 4, "topk_group": 2}),
     "gpt_oss": (
         "GptOss",
@@ -155,7 +164,10 @@ class HeadOfTransformers:
     def __init__(self, model: Any, head: dict[str, Tensor]) -> None:
         self.model = model
         layer_type, norm_type = type(model.model.layers[-1]), type(model.model.norm)
-        self.layer = MtpLayer(model.config, layer_type, norm_type, LAYERS).eval()
+        config = copy.deepcopy(model.config)
+        if listed := getattr(config, "mlp_layer_types", None):  # which names no head
+            config.mlp_layer_types = [*listed, *["sparse"] * LAYERS]
+        self.layer = MtpLayer(config, layer_type, norm_type, LAYERS).eval()
         own: dict[str, Tensor] = {}
         self.embedding_VH, self.head_VH = model.model.embed_tokens.weight, model.lm_head.weight
         for name, tensor in head.items():
