@@ -10,7 +10,6 @@
   const ROW = 35;
   const [MIN_GAP, MAX_GAP] = [40, 84]; // between columns, for the edges
   const PAD = 18;
-  const SCROLL_BAR = 16;
   const CHARACTER = 7.45; // of the monospaced font at 12.5 px
   const LONGEST = 16; // characters of a node's text
   const PACE = 1100; // milliseconds a cycle while playing
@@ -146,8 +145,6 @@
     for (const node of nodes) svg.append(drawNode(node));
     if (!nodes.length) svg.append(element("text", { class: "number", x: PAD, y: PAD + NODE / 2 }, "no draft in this cycle"));
     box.replaceChildren(svg);
-    // As high as the tree, its borders, and the bar of one that scrolls.
-    box.style.height = `${height + (width > box.clientWidth ? SCROLL_BAR : 2)}px`;
     const lit = nodes.filter((node) => node.kind === "own" || node.kind === "accepted");
     const end = Math.max(0, ...lit.map((node) => node.x + node.width));
     box.scrollLeft = Math.max(0, end + PAD - box.clientWidth);
