@@ -212,7 +212,7 @@ class RuntimeConfig:
     prefill_lanes: int = 4
     """Prompts whose chunks one launch may read, up to the largest chunk together; 1: one at a time, as always with attention=flashinfer."""
     prefill_tokens_per_cycle: int | None = None
-    """Tokens of prompts, with padding and 256 for each launch after the first, read between two cycles; null: 256, or the smallest chunk."""
+    """Tokens of prompts, padding and 256 for each launch after the first included, between cycles; null: 256, or the smallest chunk."""
     max_queued: int | None = None
     """Requests that may wait, in addition to the max_rows that run; a call with more is refused. null: any number."""
     cycles_in_flight: int = 1
