@@ -257,7 +257,8 @@ def test_packed_weights_are_counted_as_they_are_held() -> None:
     # Of a layer only its two norms are no linear layer; the final norm is one more.
     norms = pair.target.hidden_size * (2 * pair.target.num_layers + 1)
     assert packed.target_weights.sizes["layers"] == 2 * wide.target_weights.numbers["layers"] + 2 * norms
-    assert packs_weights(config, "cpu", "float32") and not packs_weights(config, "cpu", "bfloat16")
+    assert packs_weights(config, "cpu", "float32") and packs_weights(config, "cpu", "bfloat16")
+    assert not packs_weights(load_config("variant=eagle3", "hardware=cpu", "runtime=eager"), "cpu", "float32")
     assert not packs_weights(config, "cuda", "float32") and not packs_weights(load_config("runtime=eager"), "cpu", "float32")
     paper = read_model_pair("llama-3.1-8b", VariantConfig(name="none"), resolve_variant("none"))
     assert FloorModel.of(paper.target, None, "float32", packed=True).target_weights.size == 4 * paper_parameters(paper.target)
