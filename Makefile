@@ -55,10 +55,10 @@ test-browser: $(STAMP) ## the report in a real browser; needs Chromium
 	$(PYTEST) -m browser tests/browser
 
 # Their versions are the newest. They see torch, transformers and graphspec of .venv; nothing of theirs gets into it.
-test-clients: $(STAMP) ## OpenAI's client, lm-eval and guidellm against graphspec serve, and replicas on Ray Serve, installed into .venv-clients
+test-clients: $(STAMP) ## OpenAI's client, lm-eval, guidellm and aiperf against graphspec serve, and replicas on Ray Serve, installed into .venv-clients
 	$(PYTHON) -m venv $(CLIENTS)
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > "$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
-	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install openai 'lm-eval[api]' guidellm 'ray[serve]>=2.60'
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install openai 'lm-eval[api]' guidellm aiperf 'ray[serve]>=2.60'
 	$(PYTEST) -m clients tests/clients --clients=$(CLIENTS)/bin
 
 FUZZ_SEED ?= 0

@@ -2,8 +2,8 @@
 
 ``python -m perf.serve_soak`` starts a server of the demo model. Honest clients stream, complete and ask for ``/health``, at first alone;
 then hostile ones, in a process of their own, send the catalogue of ``tests/support/hostile.py`` in random order, wait, leave early, or
-never read. Every minute a line of JSON has the memory, descriptors and threads of the server and its children, its rows and its pages.
-When the hostile clients have left, nothing may be left of them.
+never read, with a pause in every minute. Every minute a line of JSON has the memory, descriptors and threads of the server and its
+children, its rows and its pages. When the hostile clients have left, nothing may be left of them.
 
 A gap is the time between two events of a stream, or an answer of ``/health``. Clients share the machine with the server, so a gap may be
 the machine's; the longest ones are printed with what was sent at that moment.
@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.queues import Queue
@@ -36,7 +37,8 @@ from .serve_load import PATIENCE, Target, resident_bytes, status_of
 STREAMS, ATTACKERS = 2, 2
 CALM_SECONDS = 60.0
 """Without hostile clients, at the beginning and at the end."""
-SAMPLE_SECONDS = 60.0
+SAMPLE_SECONDS, PAUSE_SECONDS, SETTLE_SECONDS = 60.0, 15.0, 3.0
+"""From one line to the next; without hostile clients in each of these; until what they left has ended."""
 WORST = 5
 """Longest gaps that are printed."""
 DRAIN_SECONDS = 10
@@ -62,9 +64,13 @@ class Waits:
     def note(self, seconds: float) -> None:
         self.waits.append((time.time(), seconds))
 
-    def figures(self, begin: float, end: float) -> dict[str, float]:
-        """Figures of the waits that ended between two moments, in seconds."""
-        found = sorted(seconds for moment, seconds in self.waits if begin <= moment < end)
+    def during(self, spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+        """The waits that ended within these spans of time."""
+        return [wait for wait in self.waits if any(begin <= wait[0] < end for begin, end in spans)]
+
+    def figures(self, spans: Sequence[tuple[float, float]]) -> dict[str, float]:
+        """Figures of the waits that ended within these spans of time, in seconds."""
+        found = sorted(seconds for _, seconds in self.during(spans))
         if not found:
             return {"count": 0}
         ranked = {f"p{rank}": round(found[int(rank / 100 * (len(found) - 1))], 4) for rank in (50, 99)}
@@ -117,13 +123,14 @@ async def complete(target: Target, waits: Waits, stop: asyncio.Event, rng: rando
         await asyncio.sleep(0.2)
 
 
-def attack(host: str, port: int, seed: int, stop: Event, log: Queue[Any]) -> None:
-    """Send hostile inputs until ``stop``; ``log`` gets the moment, the name and the status of each."""
+def attack(host: str, port: int, seed: int, go: Event, stop: Event, log: Queue[Any]) -> None:
+    """Send hostile inputs while ``go`` is set, until ``stop``; ``log`` gets the moments, the name and the status of each."""
     from tests.support.hostile import INPUTS
 
     def run(rng: random.Random) -> None:
         names, silent = [*INPUTS], []
         while not stop.is_set():
+            go.wait()
             name, manner = rng.choice(names), rng.choice(["wait", "wait", "wait", "leave", "halve", "silent"])
             began, status = time.time(), manner
             with suppress(OSError):
@@ -179,47 +186,63 @@ async def soak(process: subprocess.Popen[str], target: Target, seconds: float, s
     tasks = [asyncio.ensure_future(run(target, waits[name], stop, random.Random(rng.random()))) for name, run in callers]
     began = time.time()
     await asyncio.sleep(CALM_SECONDS)
-    calm = {name: each.figures(began, time.time()) for name, each in waits.items()}
+    calm = {name: each.figures([(began, time.time())]) for name, each in waits.items()}
     # After the first requests of every kind.
     first = await sample(process.pid, target)
     print(json.dumps({"phase": "calm", "waits": calm, **first}), flush=True)
 
     context = multiprocessing.get_context("spawn")
-    end, log = context.Event(), context.Queue()
-    attackers = context.Process(target=attack, args=(target.host, target.port, seed, end, log))
+    go, end, log = context.Event(), context.Event(), context.Queue()
+    attackers = context.Process(target=attack, args=(target.host, target.port, seed, go, end, log))
     attackers.start()
     while log.empty():
         await asyncio.sleep(0.1)
     log.get()
     attacked = time.time()
     sent: list[tuple[float, float, str, str]] = []
-    while (left := attacked + seconds - time.time()) > 0:
-        await asyncio.sleep(min(left, SAMPLE_SECONDS))
+    hostile, quiet = [], []
+    while time.time() < attacked + seconds:
+        began = time.time()
+        go.set()
+        await asyncio.sleep(SAMPLE_SECONDS - PAUSE_SECONDS)
+        go.clear()
+        await asyncio.sleep(SETTLE_SECONDS)
+        hostile.append((began, time.time()))
+        await asyncio.sleep(PAUSE_SECONDS - SETTLE_SECONDS)
+        quiet.append((hostile[-1][1], time.time()))
         while not log.empty():
             sent.append(log.get())
-        minute = {name: each.figures(time.time() - SAMPLE_SECONDS, time.time()) for name, each in waits.items()}
+        minute = {name: each.figures([hostile[-1]]) for name, each in waits.items()}
         line = {"phase": "attacked", "minute": round((time.time() - attacked) / 60, 1), "sent": len(sent), "waits": minute}
         print(json.dumps({**line, **await sample(process.pid, target)}), flush=True)
     end.set()
+    go.set()
     while attackers.is_alive() or not log.empty():
         while not log.empty():
             sent.append(log.get())
         await asyncio.sleep(0.1)
-    left_at = time.time()
-    whole = {name: each.figures(attacked, left_at) for name, each in waits.items()}
-    limits = {name: 3 * calm[name]["p99"] + 0.05 for name in ("stream", "health")}
-    over = {name: sum(s > limits[name] for at, s in waits[name].waits if attacked <= at < left_at) for name in limits}
+    whole, paused = ({name: each.figures(spans) for name, each in waits.items()} for spans in (hostile, quiet))
+    limits = {name: round(3 * paused[name]["p99"] + 0.05, 4) for name in ("stream", "health")}
+    over = {name: sum(gap > limits[name] for _, gap in waits[name].during(hostile)) for name in limits}
     statuses = Counter(status for *_, status in sent)
     health = waits["health"].statuses
     print(
         json.dumps(
-            {"phase": "attack", "waits": whole, "limits": limits, "over": over, "sent": len(sent), "statuses": statuses, "health": health}
+            {
+                "phase": "attack",
+                "waits": whole,
+                "pauses": paused,
+                "limits": limits,
+                "over": over,
+                "sent": len(sent),
+                "statuses": statuses,
+                "health": health,
+            }
         ),
         flush=True,
     )
     for name in limits:
-        during = [wait for wait in waits[name].waits if attacked <= wait[0] < left_at]
-        for moment, gap in sorted(during, key=lambda wait: -wait[1])[:WORST]:
+        for moment, gap in sorted(waits[name].during(hostile), key=lambda wait: -wait[1])[:WORST]:
             beside = sorted({what for since, until, what, _ in sent if since < moment and until > moment - gap})
             print(
                 json.dumps(

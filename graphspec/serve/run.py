@@ -33,7 +33,7 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client", "pydantic")
 
 
 def run(config: LaunchConfig) -> int:
-    """Serve until SIGTERM or Ctrl-C; returns the exit code.
+    """Serve until SIGTERM or Ctrl-C, which end this process when the last request has ended.
 
     Raises:
         ConfigError: an option, a package of the extra that is missing, or a port that is taken.
@@ -57,8 +57,9 @@ def run(config: LaunchConfig) -> int:
             server = HttpServer(api.app(hosts_of(options)), options, ready)
             with _logs(config.log):
                 asyncio.run(server.serve(sockets=[sock]))
-    if api.llm.busy:
-        # A thread inside a library's code can't be ended, and the interpreter would wait for it or crash.
+    if server.draining:
+        # All that counts is closed. The interpreter would wait for threads inside a library's code, and free compiled programs for seconds.
+        logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 import threading
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -110,6 +113,33 @@ def test_many_at_once(server: Served, honest: Honest) -> None:
     for thread in threads:
         thread.join(PATIENCE)
     assert statuses == [400] * len(names)
+
+
+def test_clients_of_the_soak(server: Served, honest: Honest) -> None:
+    """Honest and hostile ones, as ``perf/serve_soak.py`` sends them in the random order of its seed."""
+    from perf.serve_soak import Target, Waits, attack, complete, probe, stream
+
+    target, kinds = Target(*server.address), {"stream": stream, "health": probe, "completion": complete}
+    waits, go, stop, log = {name: Waits() for name in kinds}, threading.Event(), threading.Event(), SimpleQueue()
+    hostile = threading.Thread(target=attack, args=(*server.address, 1, go, stop, log))
+    hostile.start()
+    go.set()
+
+    async def run() -> None:
+        leave = asyncio.Event()
+        tasks = [asyncio.ensure_future(client(target, waits[name], leave, random.Random(1))) for name, client in kinds.items()]
+        while not all(each.waits for each in waits.values()) or log.qsize() < 12:
+            await asyncio.sleep(0.05)
+        leave.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+    stop.set()
+    hostile.join()
+    assert log.get() is None and all(began <= ended and status != "500" for began, ended, _, status in (log.get() for _ in range(12)))
+    assert not any(each.broken for each in waits.values()) and waits["health"].statuses["200"]
+    assert all(each.figures([(0, float("inf"))])["max"] > 0 for each in waits.values())
+    honest.goes_on()
 
 
 def test_nothing_is_left(server: Served, honest: Honest) -> None:
