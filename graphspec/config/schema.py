@@ -144,7 +144,8 @@ class RuntimeConfig:
     page_size: int = 16
     """Tokens per KV page."""
     kv_dtype: str = "auto"
-    """Of the KV pools: float32, bfloat16 or float16, to which keys and values are rounded; auto: hardware.dtype, all that a GPU has."""
+    """Of the KV pools: auto, float32, bfloat16 or float16. auto: hardware.dtype; fused kernels have no other. Keys and values are rounded
+    when they are written; arithmetic does not change."""
     num_pages: int | None = None
     """KV pages in each pool, without the dummy page; null: what fits, at most max_rows full contexts; rows share them."""
     prefill_chunks: list[int] | None = None
@@ -172,7 +173,8 @@ class RuntimeConfig:
     the parts that take longer to read than to sum over ranks, by bandwidth_gbs, link_gbs and sum_us of the hardware, and replicates if they
     are unknown or on a CPU."""
     debug: bool = False
-    """Check all buffers before launches, poison those of one cycle, refuse calls that wait for the device, compare decisions of ranks."""
+    """Check every buffer before each launch, poison those that live for one cycle, and refuse calls that wait for the device. Several ranks
+    also compare what each cycle decided."""
     max_stop_ids: int = 8
     """Maximum stop ids per request."""
     max_logit_bias: int = 300
@@ -369,7 +371,8 @@ class HardwareConfig:
     device: str = "auto"
     """cpu, cuda, or auto: cuda if there is a GPU."""
     dtype: str = "auto"
-    """Weights, KV and, but for compiled kernels on a CPU, activations; auto: float32 on the CPU, the checkpoint's dtype on CUDA."""
+    """Weights, activations and KV; auto: float32 on the CPU, the checkpoint's dtype on CUDA. Compiled kernels on a CPU always compute in
+    float32: there a 16-bit dtype is that of weights and KV."""
     threads: int | None = None
     """CPU threads; null: torch's choice."""
     memory_gib: float | None = None
@@ -383,7 +386,8 @@ class HardwareConfig:
     link_gbs: float | None = None
     """What a device reads from others, in GB/s and one direction, for ``graphspec plan`` and runtime.draft_parallel; null: not known."""
     sum_us: float = 8.0
-    """Microseconds that a sum over several ranks takes without data, for the same. The default is assumed, not measured."""
+    """Microseconds that a sum over several ranks takes without data, for the same. The default is an assumption that was not
+    measured."""
 
     def __post_init__(self) -> None:
         check_fields(self, "hardware")
