@@ -268,10 +268,10 @@ def crossover_line(advice: Advice) -> str:
     if advice.crossover == 1:
         return f"Drafting is predicted to pay at no batch {up_to}. {free}"
     losing = [str(row.batch) for row in advice.rows if not row.best.shape.num_steps and row.batch < (advice.crossover or LARGEST_BATCH)]
-    but = f"; of those above it does not pay at {', '.join(losing)}" if losing else ""
-    if advice.crossover is None:
-        return f"Drafting is predicted to pay at {'some batches' if losing else 'every batch'} {up_to}{but}. {free}"
-    return f"Drafting stops paying at batch {advice.crossover}{but}. {free}"
+    stops = "" if advice.crossover is None else f"Drafting stops paying at batch {advice.crossover}. "
+    if losing:
+        return f"Drafting is predicted not to pay at batch {', '.join(losing)}. {stops}{free}"
+    return f"{stops or f'Drafting is predicted to pay at every batch {up_to}. '}{free}"
 
 
 def predictions_table(advice: Advice) -> Table:
