@@ -52,7 +52,8 @@ class Architecture:
         interleaved: query and key heads have the halves of a rotation next to each other, as the first Llama had them.
         windowed: its class in transformers with a sliding window; None: there is none.
         config: keys of ``config.json`` that don't follow from the metadata in the usual way.
-        names: of a layer's tensors, without their last part or with it (``ssm_a.`` has none), in a Hugging Face checkpoint; ``#`` stands for an expert's number.
+        names: of a layer's tensors in a Hugging Face checkpoint, by those here without their last part, or with it (``ssm_a.`` has none);
+            ``#`` stands for an expert's number.
         offset: the file has norm weights as they are applied, a Hugging Face checkpoint minus 1.
         reads: keys of the architecture that ``config`` reads.
         activation: ``hidden_act``.
