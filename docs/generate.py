@@ -1,7 +1,8 @@
 """Write what the docs take from the code: ``python docs/generate.py``.
 
 ``docs/configuration.md`` comes from the docstrings of ``graphspec/config/schema.py``, the layers in ``docs/design.md`` from the import
-contract in ``pyproject.toml`` and the first sentence of each module's docstring, ``docs/models.md`` from the configs of published models.
+contract in ``pyproject.toml`` and the first sentence of each module's docstring, ``docs/models.md`` from the configs of published models,
+the signatures in ``docs/api.md`` from the source.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from graphspec.facts import read_model_facts
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
 DESIGN = ROOT / "docs" / "design.md"
+API = ROOT / "docs" / "api.md"
 LAYERS = ("<!-- layers: python docs/generate.py -->\n", "<!-- end of layers -->\n")
 HEAD = """# Configuration
 
@@ -96,8 +98,8 @@ def page() -> str:
     return "\n".join(out).rstrip() + "\n"
 
 
-def _first_sentence(path: Path) -> str:
-    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+def _first_sentence(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    text = ast.get_docstring(node) or ""
     sentence = " ".join(re.split(r"(?<=\.)\s", text, maxsplit=1)[0].split())
     return re.sub(r"``(.+?)``", r"`\1`", re.sub(r":\w+:`~?(.+?)`", r"`\1`", sentence)).replace("|", "\\|")
 
@@ -111,7 +113,7 @@ def layers() -> str:
         for place, module in enumerate(re.split(r"\s*[|:]\s*", layer)):
             path = ROOT / "graphspec" / module
             name, file = (f"{module}/", path / "__init__.py") if path.is_dir() else (module, path.with_suffix(".py"))
-            rows.insert(2 + place, f"| {number} | `{name}` | {_first_sentence(file)} |")
+            rows.insert(2 + place, f"| {number} | `{name}` | {_first_sentence(ast.parse(file.read_text(encoding='utf-8')))} |")
     return "\n".join(rows) + "\n"
 
 
@@ -139,7 +141,73 @@ def models() -> str:
     return MODELS_HEAD + "\n".join(rows) + "\n"
 
 
+def _code(node: ast.AST) -> str:
+    """Source of a node with the house's quotes; ``ast`` writes the others."""
+    return ast.unparse(node).replace("'", '"')
+
+
+def _call(function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> str:
+    """One call as it is written, without ``self`` and annotations of arguments."""
+    arguments = function.args
+    named, defaults = arguments.args, [None] * (len(arguments.args) - len(arguments.defaults)) + list(arguments.defaults)
+    words = [_argument(argument, default) for argument, default in zip(named, defaults, strict=True) if argument.arg not in ("self", "cls")]
+    words += [f"*{arguments.vararg.arg}"] if arguments.vararg else ["*"] if arguments.kwonlyargs else []
+    words += [_argument(argument, default) for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+    words += [f"**{arguments.kwarg.arg}"] if arguments.kwarg else []
+    returns = f" -> {ast.unparse(function.returns)}" if function.returns is not None and function.name != "__init__" else ""
+    return f"{name}({', '.join(words)}){returns}"
+
+
+def _argument(argument: ast.arg, default: ast.expr | None) -> str:
+    return argument.arg if default is None else f"{argument.arg}={_code(default)}"
+
+
+def signature(node: ast.ClassDef | ast.FunctionDef) -> str:
+    """A call, or a class with its fields or its constructor, and a table of its public methods and properties."""
+    if isinstance(node, ast.FunctionDef):
+        return f"```python\n{_call(node, node.name)}\n```\n"
+    methods = [item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
+    constructor = next((method for method in methods if method.name == "__init__"), None)
+    fields = [_code(item) for item in node.body if isinstance(item, ast.AnnAssign) and not ast.unparse(item.target).startswith("_")]
+    bases = ", ".join(map(ast.unparse, node.bases))
+    head = (
+        _call(constructor, node.name)
+        if constructor
+        else "\n    ".join([f"class {node.name}({bases}):" if bases else f"class {node.name}:", *fields])
+    )
+    lines = ["```python", head, "```"]
+    public = [method for method in methods if not method.name.startswith("_") and not _is_setter(method)]
+    if public:
+        lines += ["", "| member | |", "|---|---|"]
+    for method in public:
+        is_property = any(ast.unparse(decorator).endswith("property") for decorator in method.decorator_list)
+        shown = f"{method.name}: {ast.unparse(method.returns)}" if is_property and method.returns else _call(method, method.name)
+        shown = f"await {shown}" if isinstance(method, ast.AsyncFunctionDef) else shown
+        lines.append(f"| `{shown.replace('|', chr(92) + '|')}` | {_first_sentence(method)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _is_setter(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(ast.unparse(decorator).endswith(".setter") for decorator in method.decorator_list)
+
+
+def api() -> str:
+    """``docs/api.md`` with the present signatures."""
+    package = ast.parse((ROOT / "graphspec" / "__init__.py").read_text(encoding="utf-8"))
+    homes = next(node.value for node in package.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES")
+    files = {name: ROOT / "graphspec" / (module[1:].replace(".", "/") + ".py") for name, module in ast.literal_eval(homes).items()}
+
+    def block(match: re.Match[str]) -> str:
+        name = match[1]
+        tree = ast.parse(files[name].read_text(encoding="utf-8"))
+        node = next(item for item in tree.body if isinstance(item, ast.ClassDef | ast.FunctionDef) and item.name == name)
+        return f"<!-- signature: graphspec.{name} -->\n{signature(node)}<!-- end -->"
+
+    return re.sub(r"<!-- signature: graphspec\.(\w+) -->\n.*?<!-- end -->", block, API.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
 if __name__ == "__main__":
     MODELS_PAGE.write_text(models(), encoding="utf-8")
+    API.write_text(api(), encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")
     DESIGN.write_text(design(), encoding="utf-8")

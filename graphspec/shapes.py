@@ -74,10 +74,10 @@ class CycleShape:
         if self.num_draft_tokens < 1:
             raise ConfigError("num_draft_tokens", "an integer >= 1 (the root counts)", self.num_draft_tokens)
         if self.num_draft_tokens - 1 > self.num_candidates:
-            most = self.num_candidates + 1
+            maximum = self.num_candidates + 1
             raise ConfigError(
                 "num_draft_tokens",
-                f"at most {most} for num_steps={self.num_steps} and topk={self.topk} ({self._POOLS[self.pool]})",
+                f"at most {maximum} for num_steps={self.num_steps} and topk={self.topk} ({self._POOLS[self.pool]})",
                 self.num_draft_tokens,
             )
         if self.num_steps > 0 and self.num_draft_tokens <= self.num_steps and self.pool == "nodes":
@@ -186,18 +186,23 @@ class SamplingClass:
 
 EVERYTHING = ("noise", "truncate", "penalties", "bias", "allowed", "bad_words", "logprobs")
 """All that runs on the device in one launch."""
-SPELLED = (*EVERYTHING, "grammar")
+SPELLED = (*EVERYTHING, "prompt_logprobs", "grammar")
 """Parts of a class that a configuration can name."""
 
 
-def sampling_class_of(name: str, logprobs: int) -> SamplingClass | None:
-    """The class that is spelled ``greedy``, ``everything``, or by what it has, joined by ``+``, as ``noise+truncate``; None: no class is.
+def sampling_class_of(name: str, logprobs: int, defaults: SamplingDefaults | None = None) -> SamplingClass | None:
+    """The class that is spelled ``greedy``, ``default``, or by what it has, joined by ``+``, as ``noise+truncate``; None: no class is.
 
-    ``everything`` is all but ``grammar``, for which a program is cut into segments; ``everything+grammar`` has that too. ``logprobs`` is
-    how many alternatives a class has that says ``logprobs``, or ``everything``.
+    Args:
+        name: ``everything`` stands for all parts but ``prompt_logprobs``, which is of prefill programs, and ``grammar``, for which a
+            program is cut into segments: these may be added, as ``everything+grammar``.
+        logprobs: how many alternatives a class has that says ``logprobs``, or ``everything``.
+        defaults: of the checkpoint, whose class ``default`` is; None: the neutral ones.
     """
     parts = name.split("+")
-    if parts[0] == "everything" and parts[1:] in ([], ["grammar"]):
+    if parts == ["default"]:
+        return (defaults or NEUTRAL).sampling_class
+    if parts[0] == "everything":
         parts = [*EVERYTHING, *parts[1:]]
     if parts == ["greedy"]:
         parts = []
@@ -241,6 +246,10 @@ def drawing_class(params: Any) -> SamplingClass:
 
 PREPARED = ("greedy", "everything")
 """Names of classes whose programs an engine prepares unless ``runtime.sampling_classes`` says otherwise."""
+SERVED = ("greedy", "default", "everything", "everything+prompt_logprobs")
+"""Those of a server, unless ``runtime.sampling_classes`` says otherwise."""
+SERVED_GRAMMARS = ("everything+grammar", "everything+prompt_logprobs+grammar")
+"""More of them where grammars can be compiled."""
 
 
 def prepared_classes(names: Sequence[str] | None, defaults: SamplingDefaults, logprobs: int) -> tuple[SamplingClass, ...]:
@@ -252,7 +261,7 @@ def prepared_classes(names: Sequence[str] | None, defaults: SamplingDefaults, lo
         logprobs: alternatives of a class with log-probabilities.
     """
     spelled = PREPARED if names is None else names
-    found = [each for name in spelled if (each := sampling_class_of(name, logprobs)) is not None]
+    found = [each for name in spelled if (each := sampling_class_of(name, logprobs, defaults)) is not None]
     if names is None:
         found.insert(1, defaults.sampling_class)
     return tuple(dict.fromkeys(found))
@@ -294,7 +303,7 @@ A launch reads all weights, no matter how many tokens it computes: 2048 tokens i
 a program that a GPU compiles and captures, for each requested sampling class, so there are few, and a prompt that fills none goes into
 several.
 """
-MOST_PADDING = 256
+MAX_PADDING = 256
 """From this much padding on, the rest of a prompt goes into several smaller chunks.
 
 By data sheets an H200 multiplies 206 tokens in the time it reads the weights (989 TFLOPS of bfloat16, 4.8 TB/s): more padding than that
@@ -309,17 +318,17 @@ def prefill_chunks(device: str, max_context: int) -> tuple[int, ...]:
         device: ``cpu`` or ``cuda``.
         max_context: tokens a row may have.
     """
-    return tuple(size for size in CHUNKS[device] if size - max_context < MOST_PADDING)
+    return tuple(size for size in CHUNKS[device] if size - max_context < MAX_PADDING)
 
 
 def prefill_budget(chunks: tuple[int, ...], given: int | None) -> int:
     """Tokens of prompts, padding included, that may be read before a cycle while rows decode.
 
-    By default ``MOST_PADDING``: on a GPU, as long as reading the weights once more takes, which is about what a cycle takes.
+    By default ``MAX_PADDING``: on a GPU, as long as reading the weights once more takes, which is about what a cycle takes.
 
     Raises:
         ConfigError: ``given`` is less than the smallest chunk.
     """
     if given is not None and given < chunks[0]:
         raise ConfigError("runtime.prefill_tokens_per_cycle", f"at least {chunks[0]}, the smallest prefill chunk", given)
-    return given or max(MOST_PADDING, chunks[0])
+    return given or max(MAX_PADDING, chunks[0])

@@ -22,11 +22,11 @@ SHAPES = ((4, 1, 5), (3, 1, 4), (4, 4, 8))
 TEMPERATURES = (0.0, 1.0)
 
 
-def answers(llm: LLM, prompts: Sequence[dict[str, str]], most: int, temperature: float) -> list[dict[str, Any]]:
+def answers(llm: LLM, prompts: Sequence[dict[str, str]], maximum: int, temperature: float) -> list[dict[str, Any]]:
     """One record for each prompt: its kind, tokens, cycles and seconds."""
     found = []
     for number, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=most, temperature=temperature, seed=number)
+        params = SamplingParams(max_tokens=maximum, temperature=temperature, seed=number)
         [output] = llm.chat([{"role": "user", "content": prompt["prompt"]}], params)
         metrics = output.metrics
         # The first token is the prefill's.

@@ -32,7 +32,7 @@ SHAPES = (
 )  # fmt: skip
 
 
-def least(curves: Sequence[Curve]) -> Curve:
+def minimum(curves: Sequence[Curve]) -> Curve:
     """The same points, each with its smallest time over some measurements: disturbances only make a measurement longer."""
     points = zip(*(curve.times for curve in curves), strict=True)
     return replace(curves[0], times=tuple(tuple(min(times) for times in zip(*rows, strict=True)) for rows in points))
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for (shape, batch), llm in engines.items():
             cycles[shape, batch].append(time_cycle(llm, shape, batch, runs=1))
     found = {case: min(some, key=lambda cycle: cycle.ms) for case, some in cycles.items()}
-    middle = {name: least([some[name] for some in curves]) for name in curves[0]}
+    middle = {name: minimum([some[name] for some in curves]) for name in curves[0]}
     times = PassTimes.fit(
         model, middle, [found[case] for case in timed], copy_bandwidth("cpu", working_set=model.working_set(PLAIN, 1, 64)), "measured now"
     )

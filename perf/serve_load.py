@@ -250,12 +250,12 @@ def resident_bytes(pid: int) -> int:
 async def measure(process: subprocess.Popen[str], target: Target, users: int, seconds: float) -> bool:
     """Run all phases and print a line of JSON for each. Returns whether every promise was kept."""
     await capacity(target, users, min(seconds, 10.0))
-    most = await capacity(target, users, min(seconds, 30.0))
-    print(json.dumps({"phase": "capacity", "requests_per_second": most, "users": users}), flush=True)
+    maximum = await capacity(target, users, min(seconds, 30.0))
+    print(json.dumps({"phase": "capacity", "requests_per_second": maximum, "users": users}), flush=True)
     kept = True
     for seed, share in enumerate(RATES):
         before = resident_bytes(process.pid)
-        tally = await open_loop(target, share * most, seconds, seed)
+        tally = await open_loop(target, share * maximum, seconds, seed)
         idle = await target.idle()
         kept &= idle and not tally.broken
         memory = {"resident_mib_before": before / 2**20, "resident_mib_after": resident_bytes(process.pid) / 2**20}

@@ -10,8 +10,8 @@ from typing import Any, TypeVar, cast
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from graphspec.config.checks import INT32_MOST, check, check_fields, in_range, one_of
-from graphspec.config.schema import LEAST, MOST
+from graphspec.config.checks import INT32_MAX, check, check_fields, in_range, one_of
+from graphspec.config.schema import MAX, MIN
 from graphspec.config.train_options import LONGEST
 from graphspec.errors import ConfigError
 
@@ -46,15 +46,15 @@ class UnlikelihoodConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "unlikelihood")
-        in_range("unlikelihood.steps", self.steps, 0, INT32_MOST)
-        in_range("unlikelihood.lr", self.lr, LEAST, MOST)
-        in_range("unlikelihood.weight", self.weight, LEAST, MOST)
+        in_range("unlikelihood.steps", self.steps, 0, INT32_MAX)
+        in_range("unlikelihood.lr", self.lr, MIN, MAX)
+        in_range("unlikelihood.weight", self.weight, MIN, MAX)
         for key in ("refresh", "sequences", "prompt"):
             in_range(f"unlikelihood.{key}", getattr(self, key), 1, LONGEST)
         in_range("unlikelihood.batch", self.batch, 1, self.sequences)
         in_range("unlikelihood.width", self.width, 2, LONGEST)
-        most = self.prompt + self.width
-        check("unlikelihood.length", most < self.length <= LONGEST, f"above prompt + width = {most}", self.length)
+        maximum = self.prompt + self.width
+        check("unlikelihood.length", maximum < self.length <= LONGEST, f"above prompt + width = {maximum}", self.length)
 
 
 RECURRENT_KEYS = (

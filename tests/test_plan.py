@@ -69,11 +69,14 @@ def test_what_lies_between_fused_kernels_can_be_left_uncompiled() -> None:
 
 @given(st.integers(1, 9), st.integers(2, 9))
 def test_as_many_nodes_as_candidates_and_no_more(steps: int, topk: int) -> None:
-    most = 1 + topk + (steps - 1) * topk**2
-    if most <= 128:
-        assert CycleShape(steps, topk, most).window_width >= most
+    maximum = 1 + topk + (steps - 1) * topk**2
+    if maximum <= 128:
+        assert CycleShape(steps, topk, maximum).window_width >= maximum
     refused(
-        "num_draft_tokens", f"at most {most} for num_steps={steps} and topk={topk}", most + 1, lambda: CycleShape(steps, topk, most + 1)
+        "num_draft_tokens",
+        f"at most {maximum} for num_steps={steps} and topk={topk}",
+        maximum + 1,
+        lambda: CycleShape(steps, topk, maximum + 1),
     )
 
 

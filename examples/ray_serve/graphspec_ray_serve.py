@@ -32,7 +32,7 @@ NAME = "graphspec"
 """Of the application on a cluster."""
 PREFIX = "replicas."
 REPLICA_HEADER = b"x-graphspec-replica"
-MOST_REPLICAS = 10**4
+MAX_REPLICAS = 10**4
 
 
 @dataclass(kw_only=True)
@@ -50,13 +50,13 @@ class Replicas:
 
     def __post_init__(self) -> None:
         check_fields(self, PREFIX.rstrip("."))
-        in_range(f"{PREFIX}min", self.min, 1, MOST_REPLICAS)
-        in_range(f"{PREFIX}max", self.most, self.min, MOST_REPLICAS)
+        in_range(f"{PREFIX}min", self.min, 1, MAX_REPLICAS)
+        in_range(f"{PREFIX}max", self.maximum, self.min, MAX_REPLICAS)
         in_range(f"{PREFIX}num_cpus", self.num_cpus, 0)
         in_range(f"{PREFIX}num_gpus", self.num_gpus, 0)
 
     @property
-    def most(self) -> int:
+    def maximum(self) -> int:
         """``max``, or what stands for it."""
         return self.min if self.max is None else self.max
 
@@ -164,7 +164,7 @@ def application(config: LaunchConfig, replicas: Replicas) -> Application:
         name=NAME,
         ray_actor_options={"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus},
         # With all rows busy a replica is at its best; what waits longer than a moment is for another one.
-        autoscaling_config={"min_replicas": replicas.min, "max_replicas": replicas.most, "target_ongoing_requests": rows},
+        autoscaling_config={"min_replicas": replicas.min, "max_replicas": replicas.maximum, "target_ongoing_requests": rows},
         # A replica has a queue of its own, and answers 503 itself when that is full: it has to see one request more than it takes.
         max_ongoing_requests=rows + waiting + 1,
         graceful_shutdown_timeout_s=config.server.drain_seconds,

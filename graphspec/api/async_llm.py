@@ -133,15 +133,14 @@ class Generation(AsyncGenerator[RequestOutput, None]):
 
 
 class AsyncLLM:
-    """Callers of one engine in an event loop, any number at a time; the engine has a thread of its own, so that the loop is never held up.
+    """An engine for callers in an event loop. It runs in a thread of its own and never blocks the loop.
 
-    Loading blocks, as that of :class:`~graphspec.api.llm.LLM` does: make it before the loop, or with ``asyncio.to_thread``. Programs for
-    greedy requests, and for requests that say nothing, are built then as well, for every bucket, so that no caller waits while another's
-    are compiled.
+    Construction blocks while the model loads: create it before the loop starts, or with ``asyncio.to_thread``. It also builds the programs
+    for greedy requests and for requests with default parameters, in every bucket, so that no caller waits for another's compilation.
 
     Args:
-        llm: an existing engine, whose other callers go on; None: one is made.
-        arguments: of :class:`~graphspec.api.llm.LLM`, to make one.
+        llm: an existing engine, which keeps its other callers; None: create one.
+        arguments: arguments of :class:`~graphspec.api.llm.LLM` for a new one.
 
     Raises:
         GraphspecError: as :class:`~graphspec.api.llm.LLM`.
@@ -149,7 +148,7 @@ class AsyncLLM:
 
     def __init__(self, llm: LLM | None = None, **arguments: Unpack[Arguments]) -> None:
         self.llm = llm if llm is not None else LLM(**arguments)
-        """The same engine for callers that wait."""
+        """The same engine for blocking callers."""
         for sampling in {GREEDY: None, self.llm.plan.sampling_defaults.sampling_class: None}:
             self.llm.warm_up(self.llm.plan.max_rows, sampling=sampling)
         # Apart, so that short texts wait neither for long ones nor for grammars.
@@ -171,18 +170,16 @@ class AsyncLLM:
     ) -> Generation:
         """Generate for every prompt: ``async for event in llm.generate(...)``, or ``outputs = await llm.generate(...)``.
 
-        An event has the tokens that are new, as those of :meth:`graphspec.api.llm.LLM.stream`, and ``event.outputs[0]`` all so far, as
-        vLLM's ``RequestOutput``. Leaving the loop, cancelling the task that waits, and :meth:`abort` end what is left.
+        An event has the new tokens, as in :meth:`graphspec.api.llm.LLM.stream`, and in ``event.outputs[0]`` everything so far, like vLLM's
+        ``RequestOutput``. Leaving the loop, cancelling the awaiting task and :meth:`abort` end unfinished requests.
 
         Args:
             prompts: as for :meth:`graphspec.api.llm.LLM.generate`.
-            params: as there.
-            request_id: of the call, for :meth:`abort`; None: a new one.
-            prompt: another name of ``prompts``.
-            sampling_params: another name of ``params``.
-            priority: as there.
-            deadline: as there.
-            cache_salt: as there.
+            params: as for :meth:`graphspec.api.llm.LLM.generate`.
+            request_id: name of the call for :meth:`abort`; None: a new one.
+            prompt: alias of ``prompts``.
+            sampling_params: alias of ``params``.
+            priority, deadline, cache_salt: as for :meth:`graphspec.api.llm.LLM.generate`.
 
         Raises:
             RequestError: the single prompt of the call can't be served, there is not one params object per prompt, or an open call has
@@ -200,10 +197,10 @@ class AsyncLLM:
         return Generation(_Call(self, self._open, name, given, one_of_params(params, sampling_params), options))
 
     stream = generate
-    """Another name of it."""
+    """Alias of :meth:`generate`."""
 
     async def abort(self, request_id: str) -> None:
-        """End what is left of an open call; one that is not open is left alone."""
+        """Abort the unfinished requests of a call. Unknown ids are ignored."""
         stream = self._open.get(request_id)
         if stream is not None:
             stream.abort()
@@ -217,7 +214,7 @@ class AsyncLLM:
         deadline: Deadline = None,
         cache_salt: CacheSalt = None,
     ) -> AsyncStream:
-        """Queue every prompt, and return as soon as they are checked; :meth:`AsyncStream.events` has the tokens.
+        """Check and queue every prompt, then return; :meth:`AsyncStream.events` yields the tokens.
 
         Raises:
             RequestError: as for :meth:`generate`.
@@ -271,7 +268,7 @@ class AsyncLLM:
         return self.generate(conversations(messages), chosen, request_id, priority=priority, deadline=deadline, cache_salt=cache_salt)
 
     stream_chat = chat
-    """Another name of it."""
+    """Alias of :meth:`chat`."""
 
     async def ping(self) -> None:
         """Wait until the engine's thread answers, which it does between two steps. An engine that is broken tries to recover first.

@@ -55,7 +55,7 @@ class Stream:
         return found
 
     def take(self) -> list[StreamEvent]:
-        """What :meth:`wait` returns, as far as it is there; does not wait."""
+        """Like :meth:`wait`, but returns at once, possibly with an empty list."""
         return self._next(self._handle.take() if self._handle is not None else [])
 
     def abort(self) -> None:

@@ -93,7 +93,7 @@ class RowGrammar:
         for stop in self._stop_ids:
             mask[..., stop // MASK_BITS] |= _bit(stop)
 
-    def forced(self, most: int) -> list[int]:
+    def forced(self, maximum: int) -> list[int]:
         """See :meth:`graphspec.graphs.grammar.Grammar.forced`. The end is part of it where nothing else may follow."""
         if self._matcher.is_terminated():
             return []
@@ -102,8 +102,8 @@ class RowGrammar:
         except UnicodeDecodeError:
             # The output ends, or what is forced does, inside a character; xgrammar has text only.
             return []
-        run, whole = self._speller.spell(text.encode(), most)
-        if len(run) == most or not whole or len(self._stop_ids) > 1:
+        run, whole = self._speller.spell(text.encode(), maximum)
+        if len(run) == maximum or not whole or len(self._stop_ids) > 1:
             return run
         ahead = self._matcher
         if text:
@@ -131,11 +131,11 @@ class Speller:
         """Of a mask."""
         self._token = {text: token for token, text in enumerate(texts) if 0 < len(text) <= LONGEST_TOKEN}
 
-    def spell(self, text: bytes, most: int) -> tuple[list[int], bool]:
-        """At most ``most`` tokens that the text begins with, and whether they are all of it."""
+    def spell(self, text: bytes, maximum: int) -> tuple[list[int], bool]:
+        """At most ``maximum`` tokens that the text begins with, and whether they are all of it."""
         found: list[int] = []
         begin = 0
-        while begin < len(text) and len(found) < most:
+        while begin < len(text) and len(found) < maximum:
             ends = range(min(begin + LONGEST_TOKEN, len(text)), begin, -1)
             end = next((end for end in ends if text[begin:end] in self._token), None)
             if end is None:
@@ -237,6 +237,18 @@ class Grammars:
             texts = tuple(speech.token_bytes(token) for token in range(self._plan.target.vocab_size))
             self._vocabulary = Vocabulary(texts, speech.special_ids.union(stops), tuple(stops))
         return self._vocabulary
+
+    def load(self, tokenizer: Callable[[], Tokenizer]) -> None:
+        """Load the compilers, which the first grammar does otherwise.
+
+        Args:
+            tokenizer: of the checkpoint.
+
+        Raises:
+            RequestError: xgrammar is not installed or does not take the tokenizer, or there is none.
+        """
+        for tags in (False, True):
+            self._compiler(tokenizer, tags=tags)
 
     def grammar(self, params: SamplingParams, stop_ids: Sequence[int], tokenizer: Callable[[], Tokenizer]) -> RowGrammar:
         """The grammar of a request at the beginning of its output.

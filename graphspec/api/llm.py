@@ -36,7 +36,7 @@ from ..graphs.programs import Key
 from ..graphs.ranks import FollowingCycle, LeadingCycle
 from ..host.progress import Display, Progress, display_of
 from ..models.layers import join_ranks, use_kernels
-from ..models.stack import pack_network, uses_packed_weights
+from ..models.stack import pack_network, round_weights, uses_packed_weights
 from ..models.target import load_target, read_target_facts
 from ..models.token_map import apply_token_map, load_token_map
 from ..plan.buffers import DTYPES
@@ -72,15 +72,15 @@ class LLM:
         variant: an entry of the catalog (``eagle3``, ``none``).
         draft: folder of the draft checkpoint, or its name on the Hub; None for the demo model's own draft.
         runtime: ``eager``, ``compiled`` or ``captured``; ``auto`` is captured on a GPU, compiled on a CPU. ``plan.runtime`` has the choice.
-        config: a whole configuration instead of the arguments above.
-        progress: None: bars on stderr while checkpoints are loaded and programs are built, elsewhere than in a terminal or a notebook a log
-            line of ``graphspec`` (INFO) for each wait. False: nothing. A function is called in their place as
-            ``progress(phase, done, total)``, in the thread that waits.
-        overrides: any other configuration key by its bare name, those of ``sampling`` apart, which belong to each request
+        config: a complete configuration in place of the arguments above.
+        progress: None: progress bars on stderr while checkpoints load and programs are built; outside a terminal or notebook, INFO log
+            lines of ``graphspec``. False: nothing. A function is called as ``progress(phase, done, total)`` in the waiting thread.
+        overrides: any other configuration key by its bare name, except those of ``sampling``, which belong to requests
             (``num_steps=5, topk=4, num_draft_tokens=16, page_size=1``).
 
     Raises:
-        ConfigError: a bad value. CheckpointError: a checkpoint that is missing, damaged or does not fit.
+        ConfigError: a bad value.
+        CheckpointError: a checkpoint is missing or damaged, or target and draft do not fit together.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class LLM:
         self.config = engine_config(config, overrides, model=model, variant=variant, draft=draft, runtime=runtime)
         check_progress(progress, ConfigError)
         self.folder = model_folder(self.config.model.path, self.config.model.revision)
-        """Of the target's checkpoint."""
+        """Folder of the target's checkpoint."""
         self._has_tokenizer = has_tokenizer(self.folder)
         self.ends: dict[int, str] = {}
         """Ids that end a text, and what says so: the model's configuration, its tokenizer or the tokenizer's chat template."""
@@ -144,7 +144,7 @@ class LLM:
         self._engine = Engine(self.cycle, self._load_proposer(), self._adaptive_depth(), progress, self._new_display)
         self.load = self._engine.load
         """What there is to do now, as :class:`graphspec.engine.meter.Load`; any thread may ask."""
-        self.ping = self._engine.ping
+        self.ping, self.check_class = self._engine.ping, self._engine.check_class
         self._acceptance_test = AcceptanceTest(self.plan)
         self.grammars = Grammars(self.plan)
         """Compiles those of requests."""
@@ -192,6 +192,8 @@ class LLM:
             if (token_map := self.config.variant.token_map) is not None:
                 apply_token_map(draft, load_token_map(user_path("variant.token_map", token_map), plan.target.vocab_size))
         networks = {"target": target} if draft is None else {"target": target, "draft": draft}
+        for network in networks.values():
+            round_weights(network, plan)
         if self.ranks is not None:
             comm = self.ranks.comm(device)
             for network in networks.values():
@@ -214,7 +216,7 @@ class LLM:
 
     @property
     def depth_policy(self) -> DepthPolicy | None:
-        """Chooses the draft depth of every cycle; what it learns of the traffic lasts as long as the engine. None: it never changes."""
+        """Chooses the draft depth of each cycle, learning from the traffic as long as the engine lives. None: fixed depth."""
         return self._engine.policy
 
     @depth_policy.setter
@@ -237,15 +239,15 @@ class LLM:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer. Token ids as prompts do without, where it can't be loaded.
+        """The checkpoint's tokenizer. Prompts given as token ids work without one.
 
         Raises:
-            CheckpointError: the folder has none, or a damaged one.
+            CheckpointError: the tokenizer is missing or damaged.
         """
         return Tokenizer(self.folder)
 
     def capture_report(self) -> list[CaptureRecord]:
-        """What it took to build each program so far, in the order they were built."""
+        """Seconds and bytes that each program took to build, in build order."""
         return self.cycle.capture_report()
 
     def slots(self) -> list[tuple[str, tuple[int, ...], str, int]]:
@@ -263,20 +265,19 @@ class LLM:
         deadline: Deadline = None,
         cache_salt: CacheSalt = None,
     ) -> list[Output]:
-        """Generate for every prompt; a request that can't be served comes back with ``finish_reason="error"``, the others finish.
+        """Generate for every prompt. A request that can't be served has ``finish_reason="error"``; the others finish.
 
-        Any number of calls may be open on one engine, of this and of :meth:`stream`, from any threads: their requests share its rows and
-        its launches, and none of their tokens depend on that.
+        Any number of calls may run at once, from any threads. Their requests are batched together; each result is as if run alone.
 
         Args:
             prompts: a text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; or a list of these.
-            params: one for all prompts, or one per prompt, each a ``SamplingParams`` or a mapping of its fields; default 128 tokens,
-                sampled as the checkpoint's ``generation_config.json`` says, greedy without one.
-            progress: called as ``progress("generate", tokens, most tokens)``.
-            sampling_params: another name of ``params``.
-            priority: the lower, the earlier requests get a row, before those of other calls too; one for all prompts, or one per prompt.
-            deadline: seconds after which requests end with what they have, ``finish_reason="deadline"``; the same.
-            cache_salt: pages of common beginnings are shared only among requests with the same text here, or with None; the same.
+            params: a ``SamplingParams`` or a mapping of its fields, one for all prompts or one per prompt. Default: 128 tokens, sampled
+                as the checkpoint's ``generation_config.json`` says, greedy without one.
+            progress: called as ``progress("generate", tokens, maximum)``.
+            sampling_params: alias of ``params``.
+            priority: requests with a lower number get a row first, across calls; one for all prompts, or one per prompt.
+            deadline: seconds after which a request ends with what it has, ``finish_reason="deadline"``; one for all or one per prompt.
+            cache_salt: prefix pages are shared only between requests with the same salt (None is one too); one for all or one per prompt.
 
         Returns:
             The outputs in the order of the prompts, ``params.n`` for each.
@@ -289,8 +290,8 @@ class LLM:
         check_progress(progress)
         requests = self._requests(prompts, one_of_params(params, sampling_params))
         set_call_options(requests, priority, deadline, cache_salt)
-        most = sum(r.budget for r in requests)
-        changed = (lambda: progress("generate", sum(len(r.output) for r in requests), most)) if callable(progress) else None
+        maximum = sum(r.budget for r in requests)
+        changed = (lambda: progress("generate", sum(len(r.output) for r in requests), maximum)) if callable(progress) else None
         return self._finish(requests, changed=changed)
 
     def _finish(self, requests: list[Request], alone: Exclusive | None = None, changed: Callable[[], None] | None = None) -> list[Output]:
@@ -313,7 +314,7 @@ class LLM:
         deadline: Deadline = None,
         cache_salt: CacheSalt = None,
     ) -> Iterator[StreamEvent]:
-        """Like :meth:`generate`, but yields tokens as they are accepted. Closing the iterator early aborts what is left.
+        """Like :meth:`generate`, but yields tokens as they are accepted. Closing the iterator aborts unfinished requests.
 
         Raises:
             RequestError: the single prompt of the call can't be served.
@@ -335,13 +336,13 @@ class LLM:
         deadline: Deadline = None,
         cache_salt: CacheSalt = None,
     ) -> Stream:
-        """Queue every prompt and return at once; the engine's own thread serves them. Dropping what is returned aborts them.
+        """Queue every prompt and return at once. Dropping the returned stream aborts its requests.
 
         Args:
             prompts: as for :meth:`generate`.
             params: as for :meth:`generate`.
             priority, deadline, cache_salt: as for :meth:`generate`.
-            notify: called by the engine's thread whenever there is something to take; it may not block.
+            notify: called by the engine's thread when there are new events; it must not block.
 
         Raises:
             RequestError: the single prompt of the call can't be served, or there is not one params object per prompt.
@@ -369,13 +370,13 @@ class LLM:
         deadline: Deadline = None,
         cache_salt: CacheSalt = None,
     ) -> list[Output]:
-        """Like :meth:`generate`, for conversations: the assistant's next turn, by the checkpoint's own chat template.
+        """Like :meth:`generate` for conversations: returns the assistant's next turn, using the checkpoint's chat template.
 
         Args:
             messages: one conversation, a list of ``{"role": "user", "content": "..."}``, oldest first; or a list of conversations.
             params: as for :meth:`generate`.
-            progress: called as ``progress("generate", tokens, most tokens)``.
-            sampling_params: another name of ``params``.
+            progress: called as ``progress("generate", tokens, maximum)``.
+            sampling_params: alias of ``params``.
             priority, deadline, cache_salt: as for :meth:`generate`.
 
         Raises:
@@ -401,7 +402,7 @@ class LLM:
         )
 
     def check(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[str | None]:
-        """Check requests as :meth:`generate` does, without compiling or running anything.
+        """Check requests like :meth:`generate`, without compiling or running anything.
 
         Returns:
             For each prompt the error message, or None if it can be served.
@@ -416,7 +417,7 @@ class LLM:
         return make_requests(prompts, params, self.plan, self._encode, one=one, tokenizer=lambda: self.tokenizer, grammars=self.grammars)
 
     def close(self) -> None:
-        """End the engine's thread. Open calls end with an error, later ones are refused; memory is given back with the last reference."""
+        """End the engine's thread. Open calls end with an error and new ones are refused. Memory is freed with the last reference."""
         self._engine.close()
         if self._close_ranks is not None:
             self._close_ranks()
@@ -427,7 +428,7 @@ class LLM:
         plan, shape = self.plan, f"({', '.join(map(str, self.plan.shape.numbers))})"
         return (
             f"LLM(model={self.config.model.path!r}, variant={plan.variant.name!r}, shape={shape}, runtime={plan.runtime.name!r}, "
-            f"device={plan.device!r}, dtype={plan.dtype!r}, buckets={list(plan.buckets)})"
+            f"device={plan.device!r}, dtype={plan.weight_dtype!r}, buckets={list(plan.buckets)})"
         )
 
     def __enter__(self) -> Self:
@@ -437,18 +438,29 @@ class LLM:
         self.close()
 
     def warm_up(self, requests: int = 1, *, sampling: SamplingClass = GREEDY) -> None:
-        """Build, compile and capture now what a run of ``requests`` requests needs; otherwise the first run does.
+        """Build, compile and capture what ``requests`` concurrent requests need, so that the first call doesn't wait for it.
 
         Args:
-            requests: how many at once.
-            sampling: what they ask of the sampler, all together (:func:`graphspec.engine.request.sampling_class`).
+            requests: number of concurrent requests.
+            sampling: the sampling features they use, combined (:func:`graphspec.engine.request.sampling_class`).
 
-        Where the draft depth adapts, cycles whose times are in no configuration are timed as well, once per bucket.
+        With adaptive depth, cycles without a configured time are timed too, once per bucket.
         """
         self._engine.prepare(check_warm_up(requests, sampling, self.plan), sampling)
 
+    def seal(self) -> None:
+        """Build the programs of greedy requests, of those that say nothing and of ``runtime.sampling_classes``, and none after that.
+
+        From then on no call waits for another one's programs. A request is served by the smallest class that covers it, and one that none
+        covers is refused.
+
+        Raises:
+            ResourceError: the engine is closed, or memory ran out.
+        """
+        self._engine.seal(GREEDY, self.plan.sampling_defaults.sampling_class, *self.plan.sampling_classes)
+
     def keys(self, requests: int, sampling: SamplingClass) -> list[Key]:
-        """Programs that ``requests`` requests can need: every bucket up to the one they fill, every chunk size."""
+        """Programs that ``requests`` requests may need: every bucket up to the one they fill, and every chunk size."""
         return self._engine.keys(requests, sampling)
 
     def _encode(self, prompt: str | Conversation, *, add_special_tokens: bool = True, special_tokens_as_text: bool = False) -> list[int]:

@@ -13,19 +13,19 @@ from .stops import OutputText
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Figures of one request, or of all requests of one call.
+    """Figures of one request, or of all requests of a call.
 
     Attributes:
-        cycles: cycles run (a batch's cycle counts once per row in it).
-        acceptance_length: new tokens per cycle, the bonus token included, the prefill's token not counted, cycles cut short by a stop
-            id or the budget left out. Where some cycles drafted and others decoded plainly, of the former.
-        accepted_per_position: share of those cycles, of the ones that were so deep, that accepted the draft token at depth 1, 2, ... S.
-        prefill_seconds: arrival to first token; for a whole call, the longest.
-        decode_seconds: first token to the end; for a whole call, wall time from the first request's first token to the end.
-        tokens_per_second: tokens after each request's first, per decode second.
-        cached_tokens: of the prompts, found in pages of other requests (``runtime.prefix_cache``) and not computed.
-        lossy: the acceptance rule does not leave the target's distribution as it is.
-        synthetic: the accepted lengths were forced; nothing but the time means anything.
+        cycles: cycles run; a cycle over a batch counts once per row.
+        acceptance_length: mean new tokens per cycle, bonus token included. Leaves out the first token, cycles cut short by a stop or by
+            ``max_tokens``, and, if some cycles drafted, those that did not.
+        accepted_per_position: share of these cycles that accepted the draft at depth 1, 2, ... S, among those that drafted that deep.
+        prefill_seconds: arrival to first token; the longest of a call.
+        decode_seconds: first token to last; of a call, wall time from its first token to its end.
+        tokens_per_second: tokens after the first one of each request, per decode second.
+        cached_tokens: prompt tokens taken from pages of other requests (``runtime.prefix_cache``).
+        lossy: the acceptance rule changes the target's distribution.
+        synthetic: accepted lengths were forced. Only the times mean anything.
     """
 
     cycles: int
@@ -45,16 +45,16 @@ class Output:
 
     Attributes:
         index: position in the call's prompts.
-        token_ids: new tokens; a stop id that ended the request is the last one, or the token in which a stop text ended.
-        text: of these tokens, without the stop text unless the request includes it.
+        token_ids: new tokens. The last one is the stop id, or the token that completed a stop string, if one ended the request.
+        text: their text, without the stop string unless the request keeps it.
         finish_reason: ``stop``, ``length``, ``memory`` (page pool too small), ``deadline``, ``abort`` or ``error``.
         error: the message when ``finish_reason`` is ``error``.
-        seed: what every draw followed from; ``SamplingParams(seed=...)`` with it gives these tokens again.
-        logprobs: one for each token when they were asked for, else None.
-        sample: which of the ``n`` outputs of the prompt. They follow each other in the call's outputs.
-        stop_reason: the stop text, or the id of ``stop_token_ids``, that ended the request; None: something else did.
-        prompt_logprobs: one for each token of the prompt when they were asked for, None for the first.
-        timing: when its tokens came, cycle by cycle.
+        seed: the seed used; ``SamplingParams(seed=...)`` with it reproduces these tokens.
+        logprobs: one per token if requested, else None.
+        sample: number of this output among the prompt's ``n``, which are adjacent in the call's outputs.
+        stop_reason: the stop string, or the id in ``stop_token_ids``, that ended the request; else None.
+        prompt_logprobs: one per prompt token if requested; None for the first token.
+        timing: when its tokens arrived, cycle by cycle.
     """
 
     index: int
@@ -73,7 +73,7 @@ class Output:
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt that were found in pages of other requests and not computed."""
+        """Prompt tokens taken from pages of other requests."""
         return self.metrics.cached_tokens
 
     def __repr__(self) -> str:
@@ -88,7 +88,7 @@ class StreamEvent:
     """New tokens of one request, as soon as they are accepted.
 
     Attributes:
-        text: what is final now; of the tokens so far, the end may be held back as long as it may be part of a character or a stop text.
+        text: the new text that is final. The end is held back while it may belong to an unfinished character or stop string.
         error: the message when ``finish_reason`` is ``error``.
         seed, sample, stop_reason: as in :class:`Output`.
         prompt_logprobs: as in :class:`Output`, in the request's first event.
@@ -109,12 +109,12 @@ class StreamEvent:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """All that a request has generated so far, by the names of vLLM's ``CompletionOutput``.
+    """Everything a request has generated so far, with the field names of vLLM's ``CompletionOutput``.
 
     Attributes:
-        index: which of the ``n`` outputs of the prompt.
-        logprobs: of the tokens, where they were asked for.
-        finish_reason, stop_reason: as in :class:`Output`; None: the request goes on.
+        index: number of this output among the prompt's ``n``.
+        logprobs: one per token if requested, else None.
+        finish_reason, stop_reason: as in :class:`Output`; None while the request is running.
     """
 
     index: int
@@ -136,11 +136,11 @@ class _SoFar:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput(StreamEvent):
-    """A :class:`StreamEvent` that also has all of the request so far, as vLLM's ``RequestOutput`` has it.
+    """A :class:`StreamEvent` that also has everything so far, like vLLM's ``RequestOutput``.
 
     Attributes:
-        request_id: of the call.
-        prompt_token_ids: of the request.
+        request_id: id of the call.
+        prompt_token_ids: ids of the prompt.
     """
 
     request_id: str = ""

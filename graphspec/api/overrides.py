@@ -32,6 +32,7 @@ class Overrides(TypedDict, total=False):
     # runtime
     max_rows: int
     buckets: list[int]
+    kv_dtype: str
     page_size: int
     num_pages: int | None
     prefill_chunks: list[int] | None

@@ -112,7 +112,7 @@ def read_prompt(prompt: object, encode: Encode) -> list[int]:
             raise RequestError("prompt", "text that the tokenizer reads", found) from reason
     if isinstance(prompt, _BYTES) or not (isinstance(prompt, Sequence) or is_array(prompt)):
         raise RequestError("prompt", SPELLINGS, typed(prompt))
-    return integers("prompt", prompt, RequestError, most=LONGEST, expected="a token id")
+    return integers("prompt", prompt, RequestError, maximum=LONGEST, expected="a token id")
 
 
 def _unwrap(prompt: Mapping[object, object]) -> tuple[object, dict[str, bool]]:

@@ -84,12 +84,12 @@ def encode_bad_words(params: SamplingParams, plan: Plan, tokenizer: Tokenizer) -
         # Where the space is a token of its own, the rest is the word as it stands.
         for tokens in (plain,) if spaced[-len(plain) :] == plain else (plain, spaced):
             if not 1 <= len(tokens) <= plan.max_bad_word_tokens:
-                most = f"a word of 1 to runtime.max_bad_word_tokens = {plan.max_bad_word_tokens} tokens"
-                raise RequestError(f"sampling.bad_words[{place}]", most, f"{len(tokens)} of them")
+                maximum = f"a word of 1 to runtime.max_bad_word_tokens = {plan.max_bad_word_tokens} tokens"
+                raise RequestError(f"sampling.bad_words[{place}]", maximum, f"{len(tokens)} of them")
             found[tokens] = None
     if len(found) > plan.max_bad_words:
-        most = f"at most runtime.max_bad_words = {plan.max_bad_words} token sequences (a word has one or two)"
-        raise RequestError("sampling.bad_words", most, len(found))
+        maximum = f"at most runtime.max_bad_words = {plan.max_bad_words} token sequences (a word has one or two)"
+        raise RequestError("sampling.bad_words", maximum, len(found))
     return tuple(found)
 
 

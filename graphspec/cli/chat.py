@@ -144,7 +144,7 @@ class Chat:
 
 
 def fresh_drafts(request: Request, begin: int) -> Iterator[bool]:
-    """Of each output token from ``begin``, whether it was an accepted draft token: all tokens of a cycle are, but its last."""
+    """Yields, for each output token from ``begin``, whether it was an accepted draft. The last token of a cycle is the target's own."""
     ends = set(accumulate(count for _, count in request.metrics.bursts))
     for place in range(begin, len(request.output)):
         yield place + 1 not in ends

@@ -23,14 +23,14 @@ from ..errors import ConfigError, GraphspecError
 Errors = type[GraphspecError]
 Temperature = TypeVar("Temperature", float, float | None)
 
-INT32_MOST, INT64_MOST = 2**31 - 1, 2**63 - 1
-FLOAT32_LEAST = 2.0**-126
+INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
+FLOAT32_MIN = 2.0**-126
 """The smallest float32 above 0 that is not denormal; CPUs flush smaller ones to 0."""
 SHOWN, LONG = 60, 200
 """Characters of a value that an error message shows, and of a path, a name or a word."""
 LONGEST_FIELD = 65536
 """Most integers of a field; a range can claim any length."""
-MOST_SIZES = 1024
+MAX_SIZES = 1024
 """Most entries of a list of sizes."""
 
 _SYNONYMS = {"gpu": "cuda", "half": "float16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
@@ -39,15 +39,15 @@ _SINGULAR = {int: "an integer", float: "a number", bool: "true or false", str: "
 _PLURAL = {int: "integers", float: "numbers", bool: "truth values", str: "texts"}
 
 
-def cut(text: str, most: int = LONG) -> str:
+def cut(text: str, maximum: int = LONG) -> str:
     """``text``, or the beginning of a longer one."""
-    return text if len(text) <= most else text[:most] + "..."
+    return text if len(text) <= maximum else text[:maximum] + "..."
 
 
-def brief(value: object, most: int = SHOWN) -> str:
+def brief(value: object, maximum: int = SHOWN) -> str:
     """A short text of ``value``, on one line, however deeply it is nested, even if its own ``repr`` fails."""
     short = reprlib.Repr()
-    short.maxstring = short.maxother = short.maxlong = most
+    short.maxstring = short.maxother = short.maxlong = maximum
     try:
         return cut(" ".join(short.repr(value).split()), 2 * LONG)
     except Exception:  # noqa: BLE001  a repr that fails, or an integer of too many digits
@@ -92,14 +92,16 @@ def real(key: str, value: object, error: Errors = ConfigError) -> float:
     return number
 
 
-def integers(key: str, value: object, error: Errors = ConfigError, *, most: int | None = None, expected: str = "an integer") -> list[int]:
+def integers(
+    key: str, value: object, error: Errors = ConfigError, *, maximum: int | None = None, expected: str = "an integer"
+) -> list[int]:
     """A list, tuple, range, other sequence or one-dimensional integer array as a list of ints.
 
     Args:
         key: of the whole; an entry's is ``key[place]``.
         value: what was given.
         error: class of the error.
-        most: longest that is read.
+        maximum: longest that is read.
         expected: what an entry should be.
 
     Raises:
@@ -113,8 +115,8 @@ def integers(key: str, value: object, error: Errors = ConfigError, *, most: int 
             length = int(value.shape[0])  # type: ignore[attr-defined]
         else:
             raise error(key, f"{kind}, or a one-dimensional array of them", typed(value))
-        if most is not None and length > most:
-            raise error(key, f"at most {most} entries", length)
+        if maximum is not None and length > maximum:
+            raise error(key, f"at most {maximum} entries", length)
         entries = list(value) if isinstance(value, Sequence) else value.tolist()  # type: ignore[attr-defined]
     except GraphspecError:
         raise
@@ -141,35 +143,35 @@ def check(key: str, ok: bool, expected: str, found: object) -> None:
 
 
 def in_range(
-    key: str, value: float | None, least: float, most: float | None = None, *, above: bool = False, error: Errors = ConfigError
+    key: str, value: float | None, minimum: float, maximum: float | None = None, *, above: bool = False, error: Errors = ConfigError
 ) -> None:
     """Check a number of the right type.
 
     Args:
         key: of the number.
         value: the number; None: it is not set, which passes.
-        least: lower bound.
-        most: upper bound; None: there is none.
-        above: ``least`` itself is out.
+        minimum: lower bound.
+        maximum: upper bound; None: there is none.
+        above: ``minimum`` itself is out.
         error: class of the error.
 
     Raises:
         GraphspecError: of class ``error``: out of range.
     """
-    if value is not None and (value < least or (above and value == least) or (most is not None and value > most)):
+    if value is not None and (value < minimum or (above and value == minimum) or (maximum is not None and value > maximum)):
         kind = "an integer" if isinstance(value, int) else "a number"
-        lower = f"above {spell(least)}" if above else f">= {spell(least)}"
-        raise error(key, f"{kind} {lower}" + ("" if most is None else f", at most {spell(most)}"), brief(value))
+        lower = f"above {spell(minimum)}" if above else f">= {spell(minimum)}"
+        raise error(key, f"{kind} {lower}" + ("" if maximum is None else f", at most {spell(maximum)}"), brief(value))
 
 
 def usable_temperature(temperature: Temperature) -> Temperature:
     """The temperature, or 0 for one below the smallest normal float32: devices flush it to 0."""
-    return 0.0 if temperature is not None and 0 < temperature < FLOAT32_LEAST else temperature
+    return 0.0 if temperature is not None and 0 < temperature < FLOAT32_MIN else temperature
 
 
 def spell(number: float) -> str:
     """Integers in full, other numbers without trailing zeros, the largest integers as powers."""
-    powers = {INT32_MOST: "2^31 - 1", INT64_MOST: "2^63 - 1", -(2**63): "-2^63"}
+    powers = {INT32_MAX: "2^31 - 1", INT64_MAX: "2^63 - 1", -(2**63): "-2^63"}
     return powers.get(number, str(number)) if isinstance(number, int) else f"{number:g}"
 
 
@@ -189,23 +191,23 @@ def closest(word: str, known: Collection[str]) -> str:
     return f"did you mean {matches[0]}?" if matches else ""
 
 
-def ascending(key: str, sizes: Sequence[int], least: int, most: int, *, empty: bool = False) -> None:
+def ascending(key: str, sizes: Sequence[int], minimum: int, maximum: int, *, empty: bool = False) -> None:
     """Check a list of sizes.
 
     Args:
         key: of the list.
         sizes: the list.
-        least, most: bounds of a size.
+        minimum, maximum: bounds of a size.
         empty: the list may have none.
 
     Raises:
         ConfigError: empty, too long, not ascending, or a size out of range.
     """
     ordered = all(before < after for before, after in pairwise(sizes))
-    if not (sizes or empty) or not ordered or len(sizes) > MOST_SIZES or (sizes and not least <= sizes[0] <= sizes[-1] <= most):
-        positive = "positive sizes" if least == 1 else f"numbers >= {least}"
-        kind = ("an" if empty else "a non-empty") + f" ascending list of {positive}, at most {most}"
-        raise ConfigError(key, kind, brief(list(sizes)) if len(sizes) <= MOST_SIZES else f"{len(sizes)} of them")
+    if not (sizes or empty) or not ordered or len(sizes) > MAX_SIZES or (sizes and not minimum <= sizes[0] <= sizes[-1] <= maximum):
+        positive = "positive sizes" if minimum == 1 else f"numbers >= {minimum}"
+        kind = ("an" if empty else "a non-empty") + f" ascending list of {positive}, at most {maximum}"
+        raise ConfigError(key, kind, brief(list(sizes)) if len(sizes) <= MAX_SIZES else f"{len(sizes)} of them")
 
 
 def path(key: str, value: object, error: Errors = ConfigError) -> str:
@@ -230,7 +232,7 @@ def check_fields(instance: Any, group: str, *, paths: Collection[str] = (), erro
     """Check every field of a dataclass against its annotation, and put plain Python values in the fields' places.
 
     Understood are int, float, bool, str, ``Any`` and dataclasses; optional ones; lists, sequences (made tuples) and mappings of them.
-    Where a sequence of texts is wanted, a text alone is one of one.
+    A single string is accepted where a sequence of strings is expected.
 
     Args:
         instance: of the dataclass; call this first in its ``__post_init__``.
@@ -271,7 +273,7 @@ def conform(key: str, value: Any, wanted: Any, error: Errors, *, is_path: bool =
     if origin is list and isinstance(value, list | tuple):
         return [conform(f"{key}[{place}]", entry, args[0], error, is_path=is_path) for place, entry in enumerate(value)]
     if origin is Sequence and args == (int,):
-        return tuple(integers(key, value, error, most=LONGEST_FIELD))
+        return tuple(integers(key, value, error, maximum=LONGEST_FIELD))
     if origin is Sequence and args == (str,) and isinstance(value, str | list | tuple):
         return tuple(
             conform(f"{key}[{place}]", entry, str, error) for place, entry in enumerate([value] if isinstance(value, str) else value)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .checks import INT32_MOST, INT64_MOST, ascending, brief, check, check_fields, in_range, one_of, path, typed
-from .schema import LEAST, MAX_ROWS, MOST, RUNTIMES, Config
+from .checks import INT32_MAX, INT64_MAX, ascending, brief, check, check_fields, in_range, one_of, path, typed
+from .schema import MAX, MAX_ROWS, MIN, RUNTIMES, Config
 from .server_options import ServerConfig
 from .train_options import TrainConfig
 
@@ -73,10 +73,10 @@ class WorkloadConfig:
     def __post_init__(self) -> None:
         check_fields(self, "workload", paths=("file", "trace"))
         one_of("workload.source", self.source, SOURCES)
-        for key, most in {"requests": MAX_REQUESTS, "batch": MAX_ROWS, "output_tokens": INT32_MOST}.items():
-            in_range(f"workload.{key}", getattr(self, key), 1, most)
+        for key, maximum in {"requests": MAX_REQUESTS, "batch": MAX_ROWS, "output_tokens": INT32_MAX}.items():
+            in_range(f"workload.{key}", getattr(self, key), 1, maximum)
         in_range("workload.input_tokens", self.input_tokens, 1, MAX_PROMPT)
-        in_range("workload.seed", self.seed, -(2**63), INT64_MOST)
+        in_range("workload.seed", self.seed, -(2**63), INT64_MAX)
         check("workload.input_spread", 0 <= self.input_spread < 1, "a number from 0, below 1", self.input_spread)
         check("workload.file", self.file is None or self.source == "file", f"null with workload.source={self.source}", self.file)
         if self.source == "random":
@@ -87,14 +87,14 @@ class WorkloadConfig:
         drawn_arrivals = self.arrivals in ("poisson", "bursts")
         expected = f"{'requests per second' if drawn_arrivals else 'null'} with workload.arrivals={self.arrivals}"
         check("workload.rate", (self.rate is not None) == drawn_arrivals, expected, self.rate)
-        in_range("workload.rate", self.rate, LEAST, MAX_RATE)
+        in_range("workload.rate", self.rate, MIN, MAX_RATE)
         expected = f"{'the path of a file' if self.arrivals == 'trace' else 'null'} with workload.arrivals={self.arrivals}"
         check("workload.trace", (self.trace is not None) == (self.arrivals == "trace"), expected, self.trace)
         in_range("workload.burst", self.burst, 1, MAX_REQUESTS)
         in_range("workload.long_every", self.long_every, 0, MAX_REQUESTS if drawn_arrivals else 0)
         in_range("workload.long_input_tokens", self.long_input_tokens, 1, MAX_PROMPT)
         for key in ("ttft_limit_ms", "itl_limit_ms"):
-            in_range(f"workload.{key}", getattr(self, key), LEAST, MOST)
+            in_range(f"workload.{key}", getattr(self, key), MIN, MAX)
 
 
 @dataclass(kw_only=True)
@@ -127,10 +127,10 @@ class ProfileConfig:
     def __post_init__(self) -> None:
         check_fields(self, "profile", paths=("trace", "assistant"))
         in_range("profile.rounds", self.rounds, 1, MAX_ROUNDS)
-        in_range("profile.warm_up_seconds", self.warm_up_seconds, 0, MOST)
+        in_range("profile.warm_up_seconds", self.warm_up_seconds, 0, MAX)
         in_range("profile.generations", self.generations, 0, MAX_ROUNDS)
         one_of("profile.api_prompts", self.api_prompts, API_PROMPTS)
-        in_range("profile.timeout_seconds", self.timeout_seconds, LEAST, MOST)
+        in_range("profile.timeout_seconds", self.timeout_seconds, MIN, MAX)
 
 
 @dataclass(kw_only=True)
@@ -151,7 +151,7 @@ class PlanningConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "plan", paths=("measured", "out"))
-        in_range("plan.context", self.context, 1, INT32_MOST)
+        in_range("plan.context", self.context, 1, INT32_MAX)
         ascending("plan.batches", self.batches, 1, MAX_ROWS)
         shares = self.acceptance is None or (0 < len(self.acceptance) <= MAX_STEPS and all(0 <= share <= 1 for share in self.acceptance))
         check("plan.acceptance", shares, f"a non-empty list of at most {MAX_STEPS} shares from 0 to 1, or null", brief(self.acceptance))

@@ -12,7 +12,7 @@ from itertools import pairwise
 from ..errors import ConfigError
 from ..shapes import NEUTRAL, sampling_class_of
 from .catalog import resolve_acceptance_rule
-from .checks import INT32_MOST, ascending, brief, check_fields, in_range, one_of, usable_temperature
+from .checks import INT32_MAX, ascending, brief, check_fields, in_range, one_of, usable_temperature
 from .sampling_checks import check_sampling
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -40,24 +40,24 @@ MAX_ENTRIES = 65536
 """Most stop ids or biased tokens of a request."""
 MAX_NGRAM = 1024
 MAX_THREADS = 4096
-LEAST, MOST = 1e-9, 1e9
+MIN, MAX = 1e-9, 1e9
 """Bounds of measured quantities, in any unit."""
 
 
 @dataclass(kw_only=True)
 class NgramSettings:
-    """What the n-gram drafters match. Depth, breadth and nodes are num_steps, topk and num_draft_tokens."""
+    """Matching of the n-gram drafters. Depth, breadth and nodes are num_steps, topk and num_draft_tokens."""
 
     min_window: int = 1
-    """Fewest tokens of context that must match."""
+    """Minimum tokens of context that must match."""
     max_window: int = 8
-    """Most tokens of context that are compared; a longer match comes first."""
+    """Maximum tokens of context to compare; longer matches come first."""
     match: str = "bfs"
     """Trie only. bfs: the most recent continuations first; prob: the most frequent ones."""
     min_breadth: int = 1
-    """Trie only, bfs: children kept far below the anchor; topk is the most."""
+    """Trie only, bfs: minimum children kept far below the anchor; topk is the maximum."""
     capacity: int = 1_000_000
-    """Trie only: nodes before the least recently used leaves go."""
+    """Trie only: maximum nodes; beyond it the least recently used leaves are evicted."""
     corpus: str | None = None
     """Trie only: a text file, one document per line (.jsonl: a JSON string per line), inserted at load."""
 
@@ -67,7 +67,7 @@ class NgramSettings:
         in_range("variant.ngram.max_window", self.max_window, self.min_window, MAX_NGRAM)
         one_of("variant.ngram.match", self.match, NGRAM_MATCHES)
         in_range("variant.ngram.min_breadth", self.min_breadth, 1, MAX_NGRAM)
-        in_range("variant.ngram.capacity", self.capacity, 1, INT32_MOST - 1)
+        in_range("variant.ngram.capacity", self.capacity, 1, INT32_MAX - 1)
 
 
 @dataclass(kw_only=True)
@@ -100,9 +100,9 @@ class VariantConfig:
     def __post_init__(self) -> None:
         check_fields(self, "variant", paths=("draft", "token_map"))
         self.ngram.__post_init__()
-        in_range("variant.num_steps", self.num_steps, 0, INT32_MOST)
-        in_range("variant.topk", self.topk, 1, INT32_MOST)
-        in_range("variant.num_draft_tokens", self.num_draft_tokens, 1, INT32_MOST)
+        in_range("variant.num_steps", self.num_steps, 0, INT32_MAX)
+        in_range("variant.topk", self.topk, 1, INT32_MAX)
+        in_range("variant.num_draft_tokens", self.num_draft_tokens, 1, INT32_MAX)
         one_of("variant.draft_noise", self.draft_noise, DRAFT_NOISES)
 
 
@@ -121,12 +121,12 @@ class ModelConfig:
     max_context: int | None = None
     """Longest prompt plus output, in tokens; null: what the checkpoint allows."""
     generation_config: str = "auto"
-    """auto: where a request says nothing, temperature, top_k, top_p, min_p and repetition_penalty are those of the checkpoint's
-    generation_config.json; ignore: they are neutral."""
+    """auto: temperature, top_k, top_p, min_p and repetition_penalty default to the checkpoint's generation_config.json; ignore: by
+    default they have no effect."""
 
     def __post_init__(self) -> None:
         check_fields(self, "model", paths=("path",))
-        in_range("model.max_context", self.max_context, 2, INT32_MOST)
+        in_range("model.max_context", self.max_context, 2, INT32_MAX)
         one_of("model.generation_config", self.generation_config, GENERATION_CONFIGS)
         one_of("model.family", self.family, MODEL_FAMILIES)
 
@@ -143,6 +143,9 @@ class RuntimeConfig:
     """Lane counts for which a cycle exists, ascending."""
     page_size: int = 16
     """Tokens per KV page."""
+    kv_dtype: str = "auto"
+    """Of the KV pools: auto, float32, bfloat16 or float16. auto: hardware.dtype; fused kernels have no other. Keys and values are rounded
+    when they are written; arithmetic does not change."""
     num_pages: int | None = None
     """KV pages in each pool, without the dummy page; null: what fits, at most max_rows full contexts; rows share them."""
     prefill_chunks: list[int] | None = None
@@ -150,10 +153,10 @@ class RuntimeConfig:
     prefill_lanes: int = 4
     """Prompts whose chunks one launch may read, up to the largest chunk together; 1: one at a time, as always with attention=flashinfer."""
     prefill_tokens_per_cycle: int | None = None
-    """Tokens of prompts, padding included, that may be read between two cycles of rows that decode, where each launch after the first
-    counts as 256 more; null: 256, or the smallest chunk."""
+    """Maximum prompt tokens, padding included, read between two decoding cycles. Each launch after the first counts as 256 tokens more.
+    null: 256, or the smallest chunk."""
     max_queued: int | None = None
-    """Requests that may wait, in addition to the max_rows that run; a call with more is refused. null: any number."""
+    """Maximum waiting requests, in addition to the max_rows that run; calls beyond it are refused. null: no limit."""
     cycles_in_flight: int = 1
     """Cycles queued on the device, including the one whose result is awaited; 1: launch and read in turn."""
     depth_per_bucket: dict[int, int] = field(default_factory=dict)
@@ -161,59 +164,61 @@ class RuntimeConfig:
     memory_fraction: float = 0.9
     """Share of the memory free at start that the engine may use."""
     prefix_cache: bool | None = None
-    """Prompts that begin alike share KV pages, and only the rest of a later one is computed; null: if target and drafter allow it. A
-    prompt is then read in other chunks: with numerics=fast that may flip a near-tie, as other requests in the batch may."""
+    """Share KV pages between prompts with a common prefix, and compute only the rest; null: if target and drafter allow it. A prompt is
+    then read in other chunks, which may flip a near-tie with numerics=fast, like other requests in the batch."""
     tensor_parallel: int = 1
     """Ranks that hold the target together, a GPU or a share of the CPU each; started with the engine, or by torchrun."""
     draft_parallel: str = "auto"
-    """Of several ranks. replicated: each holds all of the draft network; sharded: a part of its layers, and of its own head; auto: a part
-    of what takes longer to read than the sums between ranks take, by bandwidth_gbs, link_gbs and sum_us of the hardware; without them, and
-    on a CPU, all."""
+    """With several ranks. replicated: each holds the whole draft network; sharded: each holds a part of its layers and head; auto: shards
+    the parts that take longer to read than to sum over ranks, by bandwidth_gbs, link_gbs and sum_us of the hardware, and replicates if they
+    are unknown or on a CPU."""
     debug: bool = False
     """Check every buffer before each launch, poison those that live for one cycle, and refuse calls that wait for the device. Several ranks
     also compare what each cycle decided."""
     max_stop_ids: int = 8
-    """Stop ids a request may have."""
+    """Maximum stop ids per request."""
     max_logit_bias: int = 300
-    """Tokens a request may bias."""
+    """Maximum biased tokens per request."""
     max_logprobs: int = 20
-    """Alternatives a request may ask for with each token's log-probability."""
+    """Maximum alternatives per token that a request may ask for with logprobs."""
     sampling_classes: list[str] | None = None
-    """What the sampler does for requests: greedy, everything, or some of noise, truncate, penalties, bias, allowed, bad_words, logprobs and
-    grammar, such as noise+truncate; everything is all but grammar, and everything+grammar has that too. A launch runs the smallest class
-    prepared that covers its rows. Captured cycles of these are made at load; elsewhere programs are made at their first use. null: greedy,
-    everything, and the class of requests that say nothing, by the checkpoint's sampling defaults."""
+    """Sampling features to prepare programs for: greedy; default (what requests with default parameters need); everything (all but
+    prompt_logprobs and grammar); or a combination of noise, truncate, penalties, bias, allowed, bad_words, logprobs, prompt_logprobs and
+    grammar, such as noise+truncate or everything+grammar. A launch runs the smallest prepared class that covers its rows. Captured cycles
+    are built at load, others at first use; graphspec serve builds all at load and refuses requests that need more. null: greedy, default
+    and everything; with graphspec serve also everything+prompt_logprobs, and both with grammar if grammars can be compiled."""
     max_bad_words: int = 64
-    """Token sequences that a request's bad words may make; a word makes one or two, with a space in front of it and without."""
+    """Maximum banned token sequences per request; a word makes one or two, with and without a leading space."""
     max_bad_word_tokens: int = 8
-    """Tokens of the longest of them."""
+    """Maximum tokens of one banned sequence."""
 
     def __post_init__(self) -> None:
         check_fields(self, "runtime")
         one_of("runtime.name", self.name, RUNTIMES)
         in_range("runtime.tensor_parallel", self.tensor_parallel, 1, MAX_RANKS)
+        one_of("runtime.kv_dtype", self.kv_dtype, DTYPES)
         one_of("runtime.draft_parallel", self.draft_parallel, DRAFT_PARALLEL)
         in_range("runtime.max_rows", self.max_rows, 1, MAX_ROWS)
         in_range("runtime.page_size", self.page_size, 1, MAX_PAGE)
-        in_range("runtime.num_pages", self.num_pages, 1, INT32_MOST)
+        in_range("runtime.num_pages", self.num_pages, 1, INT32_MAX)
         in_range("runtime.cycles_in_flight", self.cycles_in_flight, 1, MAX_IN_FLIGHT)
         in_range("runtime.prefill_lanes", self.prefill_lanes, 1, MAX_ROWS)
-        in_range("runtime.prefill_tokens_per_cycle", self.prefill_tokens_per_cycle, 1, INT32_MOST)
-        in_range("runtime.max_queued", self.max_queued, 0, INT32_MOST)
+        in_range("runtime.prefill_tokens_per_cycle", self.prefill_tokens_per_cycle, 1, INT32_MAX)
+        in_range("runtime.max_queued", self.max_queued, 0, INT32_MAX)
         in_range("runtime.memory_fraction", self.memory_fraction, 0, 1, above=True)
         for bucket, depth in self.depth_per_bucket.items():
             in_range("runtime.depth_per_bucket", bucket, 1, MAX_ROWS)
-            in_range(f"runtime.depth_per_bucket[{bucket}]", depth, 0, INT32_MOST)
+            in_range(f"runtime.depth_per_bucket[{bucket}]", depth, 0, INT32_MAX)
         in_range("runtime.max_stop_ids", self.max_stop_ids, 1, MAX_ENTRIES)
         in_range("runtime.max_logit_bias", self.max_logit_bias, 1, MAX_ENTRIES)
-        in_range("runtime.max_logprobs", self.max_logprobs, 1, INT32_MOST)
+        in_range("runtime.max_logprobs", self.max_logprobs, 1, INT32_MAX)
         in_range("runtime.max_bad_words", self.max_bad_words, 1, MAX_ENTRIES)
         in_range("runtime.max_bad_word_tokens", self.max_bad_word_tokens, 1, MAX_NGRAM)
         ascending("runtime.buckets", self.buckets, 1, MAX_ROWS)
         for place, name in enumerate(self.sampling_classes or ()):
             if sampling_class_of(name, self.max_logprobs) is None:
-                parts = "noise, truncate (with noise), penalties, bias, allowed, bad_words, logprobs and grammar"
-                expected = f"greedy, everything, everything+grammar, or some of {parts}, joined by +"
+                parts = "noise, truncate (with noise), penalties, bias, allowed, bad_words, logprobs, prompt_logprobs and grammar"
+                expected = f"greedy, everything, everything+grammar, default, or some of {parts}, joined by +"
                 raise ConfigError(f"runtime.sampling_classes[{place}]", expected, repr(name))
         if self.prefill_chunks is not None:
             ascending("runtime.prefill_chunks", self.prefill_chunks, 1, MAX_CHUNK)
@@ -235,11 +240,12 @@ class KernelsConfig:
     """Of fused linear layers. fast: the kernel of each shape that measured best; batch_invariant: one order of summation for any
     number of rows, so that a token's logits do not depend on the rest of the batch."""
     programmatic_launch: bool | None = None
-    """Fused kernels may start while the one before them drains. null: if its probe has passed on this machine (docs/kernels.md)."""
+    """Programmatic dependent launch: a fused kernel starts while the previous one drains. null: if its probe has passed on this machine
+    (docs/kernels.md)."""
     compile_around: bool = True
-    """torch.compile what lies between fused kernels on a GPU. false: a cycle has more launches, and nothing to wait for at load."""
+    """Use torch.compile between fused kernels on a GPU. false: loads without waiting for it, but a cycle has more launches."""
     linear_table: str | None = None
-    """Measured choices between our linear layers and cuBLAS; what the file lacks is measured at start and added. null: a rule of thumb."""
+    """File of measured choices between our linear kernels and cuBLAS; missing shapes are measured at start and added. null: a heuristic."""
 
     def __post_init__(self) -> None:
         check_fields(self, "kernels", paths=("linear_table",))
@@ -258,28 +264,28 @@ class SamplingConfig:
     """How the launcher's requests are sampled. The Python API takes a ``SamplingParams`` per request."""
 
     max_tokens: int | None = 128
-    """Most new tokens; null: up to the end of the context."""
+    """Maximum new tokens; null: until the context is full."""
     temperature: float | None = None
     """0 is greedy, at most 1e5; null: the checkpoint's (model.generation_config), as for top_k, top_p, min_p and repetition_penalty."""
     n: int = 1
     """Outputs for each prompt, at a temperature above 0 if more than one."""
     seed: int | None = None
-    """64 bits that decide every draw; null: a fresh one for each request, reported with its output. Output i has the seed seed + i."""
+    """64 bits; null: a random seed per request, reported with its output. Output i has the seed seed + i."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Ids that end a request, in addition to the checkpoint's end-of-text ids."""
     ignore_eos: bool = False
     stop: list[str] = field(default_factory=list)
-    """Texts that end a request when they occur in its output."""
+    """Stop strings: the request ends when one occurs in its output."""
     include_stop_str_in_output: bool = False
-    """The text that ended a request is part of its output."""
+    """Keep the stop string in the output."""
     top_k: int | None = None
     """Keep the k most likely tokens; -1 or 0: all."""
     top_p: float | None = None
-    """Of those, keep the most likely ones that together hold this share; 1: all."""
+    """Then keep the smallest set of most likely tokens whose probability reaches this; 1: all."""
     min_p: float | None = None
-    """Of those, keep the ones at least this share as likely as the most likely; 0: all."""
+    """Then keep tokens at least this fraction as likely as the most likely one; 0: all."""
     repetition_penalty: float | None = None
-    """Divides positive logits, multiplies negative ones, of tokens in the prompt or the output, 0.01 to 100; 1: none."""
+    """Divides positive logits, and multiplies negative logits, of tokens in the prompt or the output; 0.01 to 100; 1: none."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of a token that is in the output."""
     frequency_penalty: float = 0.0
@@ -289,9 +295,9 @@ class SamplingConfig:
     allowed_token_ids: list[int] | None = None
     """Sample from these token ids alone; null: from all."""
     bad_words: list[str] = field(default_factory=list)
-    """Texts that never occur in the output; their last token is not sampled after the others."""
+    """Texts that never occur in the output."""
     min_tokens: int = 0
-    """No stop id, and no text of stop, before this many tokens."""
+    """No end-of-text id, stop id or stop string before this many tokens."""
     speculate: bool = True
     """false: decode these requests plainly, one token per cycle."""
     skip_special_tokens: bool = True
@@ -305,7 +311,7 @@ class SamplingConfig:
         check_sampling(self, ConfigError)
 
     def stated(self) -> SamplingConfig:
-        """The same for what is measured or compared: neutral where it says nothing, so that no checkpoint's defaults change a figure.
+        """The same for measurements and comparisons: unset values are neutral, so that no checkpoint's defaults change a figure.
 
         Raises:
             ConfigError: more than one output of a prompt.
@@ -317,22 +323,22 @@ class SamplingConfig:
 
     @property
     def stated_temperature(self) -> float:
-        """That of :meth:`stated`."""
+        """The temperature, or the neutral one if none is set."""
         return NEUTRAL.temperature if self.temperature is None else self.temperature
 
 
 @dataclass(kw_only=True)
 class AcceptConfig:
-    """How drafted tokens are accepted. Ours leave the target's distribution as it is, but for synthetic, and target_only below 1.0."""
+    """How drafts are accepted. Every built-in rule keeps the target's distribution, except synthetic and thresholds below 1."""
 
     rule: str = "match"
     """match (sample, then match), target_only (one coin per node), rejection (p/q, chains), synthetic (a forced length), or a package's."""
     threshold_single: float = 1.0
-    """target_only: a child at least this likely is accepted without a coin; below 1 the output deviates from the target's."""
+    """target_only: children at least this likely are always accepted; below 1 the output deviates from the target's distribution."""
     threshold_acc: float = 1.0
-    """target_only: the children's probabilities count divided by this; below 1 the output deviates from the target's."""
+    """target_only: children's probabilities are divided by this; below 1 the output deviates from the target's distribution."""
     block_verification: bool = False
-    """rejection: judge the drafted chain as a whole, which accepts no fewer tokens on average; otherwise token by token."""
+    """rejection: verify the chain as a block (accepts at least as many tokens on average); false: token by token."""
     synthetic_length: float | None = None
     """synthetic: mean tokens per cycle, the bonus token included, from 1 to num_steps + 1."""
     synthetic_rates: list[float] | None = None
@@ -342,7 +348,7 @@ class AcceptConfig:
         check_fields(self, "accept")
         resolve_acceptance_rule(self.rule)
         in_range("accept.threshold_single", self.threshold_single, 0, 1)
-        in_range("accept.threshold_acc", self.threshold_acc, LEAST, 1)
+        in_range("accept.threshold_acc", self.threshold_acc, MIN, 1)
         if self.rule != "target_only" and (self.threshold_single, self.threshold_acc) != (1.0, 1.0):
             raise ConfigError("accept.threshold_single, accept.threshold_acc", f"1.0: rule {self.rule} knows no thresholds", "less")
         if self.block_verification and self.rule != "rejection":
@@ -365,7 +371,8 @@ class HardwareConfig:
     device: str = "auto"
     """cpu, cuda, or auto: cuda if there is a GPU."""
     dtype: str = "auto"
-    """Weights, activations and KV; auto: float32 on the CPU, the checkpoint's dtype on CUDA."""
+    """Weights, activations and KV; auto: float32 on the CPU, the checkpoint's dtype on CUDA. Compiled kernels on a CPU always compute in
+    float32: there a 16-bit dtype is that of weights and KV."""
     threads: int | None = None
     """CPU threads; null: torch's choice."""
     memory_gib: float | None = None
@@ -387,9 +394,9 @@ class HardwareConfig:
         one_of("hardware.device", self.device, DEVICES)
         one_of("hardware.dtype", self.dtype, DTYPES)
         in_range("hardware.threads", self.threads, 1, MAX_THREADS)
-        in_range("hardware.sum_us", self.sum_us, 0, INT32_MOST)
+        in_range("hardware.sum_us", self.sum_us, 0, INT32_MAX)
         for key in ("memory_gib", "bandwidth_gbs", "tflops", "capacity_gib", "link_gbs"):
-            in_range(f"hardware.{key}", getattr(self, key), LEAST, MOST)
+            in_range(f"hardware.{key}", getattr(self, key), MIN, MAX)
 
 
 @dataclass(kw_only=True)
@@ -407,13 +414,13 @@ class AdaptiveConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "adaptive")
-        ascending("adaptive.depths", self.depths, 0, INT32_MOST, empty=True)
-        in_range("adaptive.backlog", self.backlog, 2, INT32_MOST)
+        ascending("adaptive.depths", self.depths, 0, INT32_MAX, empty=True)
+        in_range("adaptive.backlog", self.backlog, 2, INT32_MAX)
         for bucket, times in self.times.items():
             in_range("adaptive.times", bucket, 1, MAX_ROWS)
             for depth, time in times.items():
-                in_range(f"adaptive.times[{bucket}]", depth, 0, INT32_MOST)
-                in_range(f"adaptive.times[{bucket}][{depth}]", time, LEAST, MOST)
+                in_range(f"adaptive.times[{bucket}]", depth, 0, INT32_MAX)
+                in_range(f"adaptive.times[{bucket}][{depth}]", time, MIN, MAX)
         if any(not 0 <= rate <= 1 for rate in self.rates):
             raise ConfigError("adaptive.rates", "shares from 0 to 1", brief(self.rates))
 

@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass, field
 
 from ..errors import ConfigError
-from .checks import INT32_MOST, brief, check_fields, in_range, one_of
+from .checks import INT32_MAX, brief, check_fields, in_range, one_of
 
-MOST_SECONDS = 10**7
-MOST_BYTES = 2**30
-MOST_WAITING = 10**6
-LEAST_SECONDS = 0.05
+MAX_SECONDS = 10**7
+MAX_BYTES = 2**30
+MAX_WAITING = 10**6
+MIN_SECONDS = 0.05
 HOST = re.compile(r"\*|[\w.-]+|\[[0-9a-fA-F:.]+\]")
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d+)?")
 
@@ -64,11 +64,11 @@ class ServerConfig:
         one_of("server.access_log", self.access_log, ("text", "json", "off"))
         one_of("server.special_tokens_in_text", self.special_tokens_in_text, ("encode", "text"))
         in_range("server.port", self.port, 0, 65535)
-        in_range("server.max_waiting", self.max_waiting, 0, MOST_WAITING)
-        in_range("server.max_body_bytes", self.max_body_bytes, 1, MOST_BYTES)
-        in_range("server.max_tokens", self.max_tokens, 1, INT32_MOST)
+        in_range("server.max_waiting", self.max_waiting, 0, MAX_WAITING)
+        in_range("server.max_body_bytes", self.max_body_bytes, 1, MAX_BYTES)
+        in_range("server.max_tokens", self.max_tokens, 1, INT32_MAX)
         for name in ("request", "read", "write", "grammar", "keep_alive", "drain"):
-            in_range(f"server.{name}_seconds", getattr(self, f"{name}_seconds"), LEAST_SECONDS, MOST_SECONDS)
+            in_range(f"server.{name}_seconds", getattr(self, f"{name}_seconds"), MIN_SECONDS, MAX_SECONDS)
         for name in ("host", "model_name"):
             if getattr(self, name) == "":
                 raise ConfigError(f"server.{name}", "text", "''")

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from .checks import INT32_MOST, INT64_MOST, brief, check, check_fields, in_range, one_of, path, real
+from .checks import INT32_MAX, INT64_MAX, brief, check, check_fields, in_range, one_of, path, real
 from .sampling_checks import SEEDS
-from .schema import LEAST, MOST
+from .schema import MAX, MIN
 
 DTYPES = ("float32", "bfloat16")
 SCHEDULES = ("linear", "cosine", "constant")
 DEFAULT_STEPS = 600
 TEMPERATURES = (1e-5, 1e5)
 """Bounds of a temperature above 0, by which logits are divided."""
-MOST_WARM_UP = 40
+MAX_WARM_UP = 40
 """Default steps of the warm-up, at most a tenth of the schedule."""
 LONGEST = 2**20
 """Longest sequence that is accepted."""
@@ -61,7 +61,7 @@ def read_sources(value: object) -> list[DataSource]:
 
 
 def _triples(key: str, rows: list[list[int]], names: str) -> None:
-    fine = all(len(row) == 3 and all(1 <= number <= INT32_MOST for number in row) for row in rows)
+    fine = all(len(row) == 3 and all(1 <= number <= INT32_MAX for number in row) for row in rows)
     check(key, fine, f"{names} lists of positive integers", brief(rows))
 
 
@@ -89,12 +89,12 @@ class TextConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "train.text")
-        in_range("train.text.tokens", self.tokens, 1, INT64_MOST)
+        in_range("train.text.tokens", self.tokens, 1, INT64_MAX)
         in_range("train.text.new_tokens", self.new_tokens, 4, LONGEST)
         in_range("train.text.batch", self.batch, 1, 4096)
         fine = len(self.prompt) == 2 and 1 <= self.prompt[0] <= self.prompt[1] <= LONGEST
         check("train.text.prompt", fine, "[shortest, longest], both at least 1", brief(self.prompt))
-        in_range("train.text.seed", self.seed, 0, INT32_MOST)
+        in_range("train.text.seed", self.seed, 0, INT32_MAX)
         _triples("train.text.sets", self.sets or [], "[batches, sequences, length]")
         for sizes in self.sets or []:
             check("train.text.sets", sizes[2] > self.prompt[1], f"lengths above train.text.prompt's {self.prompt[1]}", brief(sizes))
@@ -125,7 +125,7 @@ class AcceptanceConfig:
         for key in ("prompts", "prompt_length", "new_tokens", "batch"):
             in_range(f"train.acceptance.{key}", getattr(self, key), 1, LONGEST)
         in_range("train.acceptance.samples", self.samples, 0, LONGEST)
-        in_range("train.acceptance.seed", self.seed, 0, INT32_MOST)
+        in_range("train.acceptance.seed", self.seed, 0, INT32_MAX)
         fine = self.temperature == 0 or TEMPERATURES[0] <= self.temperature <= TEMPERATURES[1]
         check("train.acceptance.temperature", fine, f"0, or a number from {TEMPERATURES[0]:g}", self.temperature)
         deepest = max((shape[0] for shape in self.shapes), default=0)
@@ -211,15 +211,15 @@ class TrainConfig:
         check("train.held_out_share", 0 < self.held_out_share < 0.5, "a share above 0, below 0.5", self.held_out_share)
         one_of("train.dtype", self.dtype, DTYPES)
         one_of("train.schedule", self.schedule, SCHEDULES)
-        for key, most in {"steps": INT32_MOST, "tokens": INT64_MOST, "batch": LONGEST, "sequence_length": LONGEST}.items():
-            in_range(f"train.{key}", getattr(self, key), 1, most)
+        for key, maximum in {"steps": INT32_MAX, "tokens": INT64_MAX, "batch": LONGEST, "sequence_length": LONGEST}.items():
+            in_range(f"train.{key}", getattr(self, key), 1, maximum)
         for key in ("checkpoint_steps", "log_steps", "unroll"):
-            in_range(f"train.{key}", getattr(self, key), 1, INT32_MOST)
+            in_range(f"train.{key}", getattr(self, key), 1, INT32_MAX)
         for key in ("lr", "adamw_lr", "clip"):
-            in_range(f"train.{key}", getattr(self, key), LEAST, MOST)
-        in_range("train.seed", self.seed, 0, min(SEEDS[1], INT32_MOST))
+            in_range(f"train.{key}", getattr(self, key), MIN, MAX)
+        in_range("train.seed", self.seed, 0, min(SEEDS[1], INT32_MAX))
         in_range("train.decay", self.decay, 0, 1)
-        in_range("train.feature_weight", self.feature_weight, 0, MOST)
+        in_range("train.feature_weight", self.feature_weight, 0, MAX)
         in_range("train.raw_share", self.raw_share, 0, 1)
         _triples("train.phases", self.phases, "[steps, batch, sequence length]")
         for key in ("steps", "tokens"):
@@ -235,7 +235,7 @@ class TrainConfig:
         )
         inside = all(0 < step < total for step in self.restarts) and all(a < b for a, b in pairwise(self.restarts))
         check("train.restarts", inside, f"ascending steps between 0 and {total}", brief(self.restarts))
-        in_range("train.cooldown", self.cooldown, 0, INT32_MOST)
+        in_range("train.cooldown", self.cooldown, 0, INT32_MAX)
         in_range("train.warmup", self.warmup, 0, max(self.periods()))
 
     @property
@@ -279,7 +279,7 @@ class TrainConfig:
     def warm_up_of(self, length: int) -> int:
         """Steps of the warm-up in a period of ``length`` steps; a period too short for warm-up and decay has both in proportion."""
         if self.warmup is None:
-            return min(MOST_WARM_UP, length // 10)
+            return min(MAX_WARM_UP, length // 10)
         ways = self.warmup + self.cool_down_of(length)
         return self.warmup if ways <= length else length * self.warmup // ways
 

@@ -11,10 +11,10 @@ from .request import Request
 
 LOOK_AHEAD = 16
 """Requests that one admission tries after the first that does not fit. Bounded because the queue may be long and this runs every cycle."""
-MOST_OVERTAKEN = 16
+MAX_OVERTAKEN = 16
 """Later requests that may be admitted before one that does not fit. Small requests use the pages while a large one waits, but after this
 many of them all others wait for it."""
-MOST_OUTRANKED = 16
+MAX_OUTRANKED = 16
 """Later requests of a lower ``priority`` value that may be admitted before the oldest one that waits. Then that one goes first, and so at
 least one row in seventeen is given by arrival: nobody waits for ever, and most rows go by priority however many others wait."""
 
@@ -22,7 +22,7 @@ least one row in seventeen is given by arrival: nobody waits for ever, and most 
 class Queue:
     """Requests that wait for a row: lowest ``priority`` first, then earliest arrival.
 
-    A request that has ``m`` older ones before it is admitted after at most ``(m + 1) * MOST_OUTRANKED`` later ones, given that it fits.
+    A request that has ``m`` older ones before it is admitted after at most ``(m + 1) * MAX_OUTRANKED`` later ones, given that it fits.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Queue:
         request.overtaken = 0
 
     def admit(self, place: Callable[[Request], bool]) -> None:
-        """Try to place requests in order. One that does not fit waits, and later ones may overtake it up to :data:`MOST_OVERTAKEN` times.
+        """Try to place requests in order. One that does not fit waits, and later ones may overtake it up to :data:`MAX_OVERTAKEN` times.
 
         Args:
             place: removes the request from this queue and returns True, or returns False and changes nothing.
@@ -58,7 +58,7 @@ class Queue:
         passed: list[Request] = []
         # The requests passed over are the first of the queue.
         while len(passed) <= LOOK_AHEAD and len(passed) < len(self.requests):
-            if not passed and self._outranked >= MOST_OUTRANKED:
+            if not passed and self._outranked >= MAX_OUTRANKED:
                 self._promote(self._arrivals[0])
             request, oldest = self.requests[len(passed)], self._arrivals[0]
             if not place(request):
@@ -67,7 +67,7 @@ class Queue:
                 self._outranked = 0 if request is oldest else self._outranked + 1
                 for other in passed:
                     other.overtaken += 1
-            if any(other.overtaken >= MOST_OVERTAKEN for other in passed):
+            if any(other.overtaken >= MAX_OVERTAKEN for other in passed):
                 return
 
     def _promote(self, request: Request) -> None:

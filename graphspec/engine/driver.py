@@ -110,7 +110,7 @@ class Handle:
         return found
 
     def take(self) -> list[Request]:
-        """As :meth:`wait`, without waiting: returns what has arrived, possibly nothing."""
+        """Like :meth:`wait`, but returns at once, possibly with an empty list."""
         return [] if self.ended else self._sort(self._received())
 
     def abort(self) -> None:

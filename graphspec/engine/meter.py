@@ -70,7 +70,7 @@ class Meter:
         self._sum[1] += read - begin
 
     def times(self, *, grammar: bool = False) -> dict[tuple[int, int], CycleTimes]:
-        """By bucket and draft depth; with ``grammar`` of the cycles alone in which a row had one."""
+        """Cycle times by bucket and draft depth. ``grammar=True`` counts only cycles in which a row had a grammar."""
         times: dict[tuple[int, int], CycleTimes] = {}
         for key, (count, seconds) in dict(self._sums).items():
             if key.sampling.grammar or not grammar:

@@ -12,7 +12,7 @@ from ..graphs.programs import PrefillKey, tokens_of
 from ..graphs.stages.mailbox import Chunk, Join, Mailbox, Message, SharedPages
 from ..plan.buffers import slot_groups
 from ..plan.plan import Plan
-from ..shapes import MOST_PADDING, WORD_BITS, SamplingClass, pick_bucket
+from ..shapes import MAX_PADDING, WORD_BITS, SamplingClass, pick_bucket
 from .request import Request
 
 Table = np.ndarray[tuple[int, ...], np.dtype[Any]]
@@ -23,8 +23,8 @@ TABLE_GROUPS = frozenset(("bias", "allowed", "bad_words"))
 def next_chunk(start: int, total: int, sizes: tuple[int, ...]) -> int:
     """Length of the chunk that begins at ``start``, in tokens.
 
-    The whole rest, if some size holds it with less than ``MOST_PADDING`` tokens of padding; else up to the next multiple of the largest
-    size that the rest reaches. So chunks end where they would in a prompt read from its beginning, unless that costs ``MOST_PADDING``
+    The whole rest, if some size holds it with less than ``MAX_PADDING`` tokens of padding; else up to the next multiple of the largest
+    size that the rest reaches. So chunks end where they would in a prompt read from its beginning, unless that costs ``MAX_PADDING``
     tokens of padding.
 
     Args:
@@ -34,36 +34,36 @@ def next_chunk(start: int, total: int, sizes: tuple[int, ...]) -> int:
     """
     left = total - start
     # Tokens up to the next multiple of each size.
-    room = [size - start % size for size in sizes if start % size < MOST_PADDING]
-    if any(tokens >= left for tokens in room) and (left <= sizes[0] or pick_bucket(sizes, left) - left < MOST_PADDING):
+    room = [size - start % size for size in sizes if start % size < MAX_PADDING]
+    if any(tokens >= left for tokens in room) and (left <= sizes[0] or pick_bucket(sizes, left) - left < MAX_PADDING):
         return left
     within = [tokens for tokens in room if tokens <= left] or [size for size in sizes if size <= left]
     return max(within, default=left)
 
 
-def choose_prefill(prompts: Sequence[tuple[int, int]], keys: Sequence[PrefillKey], most: int) -> tuple[PrefillKey, list[int]] | None:
+def choose_prefill(prompts: Sequence[tuple[int, int]], keys: Sequence[PrefillKey], maximum: int) -> tuple[PrefillKey, list[int]] | None:
     """The program for the next launch, and how many tokens it reads of each of the first prompts.
 
     Chosen is the program that reads the most tokens per time. A launch is assumed to take as long as its tokens, padding included, plus
-    ``MOST_PADDING`` tokens for reading the weights.
+    ``MAX_PADDING`` tokens for reading the weights.
 
     Args:
         prompts: ``(tokens read before, tokens in all)`` of each; the first prompt is part of every launch.
         keys: programs to choose from.
-        most: padded tokens the launch may have.
+        maximum: padded tokens the launch may have.
 
     Returns:
         None if no program is small enough.
     """
     choices: list[tuple[PrefillKey, list[int]]] = []
-    alone = {key.chunk: key for key in keys if key.lanes == 1 and key.chunk <= most}
+    alone = {key.chunk: key for key in keys if key.lanes == 1 and key.chunk <= maximum}
     if alone:
         sizes = tuple(sorted(alone))
         length = next_chunk(*prompts[0], sizes)
         choices.append((alone[pick_bucket(sizes, length)], [length]))
-    shared = [key for key in keys if key.lanes > 1 and tokens_of(key) <= most] if len(prompts) > 1 else []
+    shared = [key for key in keys if key.lanes > 1 and tokens_of(key) <= maximum] if len(prompts) > 1 else []
     choices += [(key, [next_chunk(*prompt, (key.chunk,)) for prompt in prompts[: key.lanes]]) for key in shared]
-    return max(choices, key=lambda choice: sum(choice[1]) / (MOST_PADDING + tokens_of(choice[0])), default=None)
+    return max(choices, key=lambda choice: sum(choice[1]) / (MAX_PADDING + tokens_of(choice[0])), default=None)
 
 
 def prompt_message(plan: Plan, lengths: Mapping[Request, int]) -> Message:

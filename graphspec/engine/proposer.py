@@ -11,11 +11,11 @@ Nodes = tuple[list[int], list[int]]
 """Tokens and parents of the proposed nodes; a parent is a place in the same list, -1 the root."""
 
 
-def with_forced(requests: Sequence[Request], trees: list[Nodes], most: int) -> list[Nodes]:
+def with_forced(requests: Sequence[Request], trees: list[Nodes], maximum: int) -> list[Nodes]:
     """The trees of these requests; where a grammar forces what follows a root, that run in their place."""
     found = []
     for request, tree in zip(requests, trees, strict=True):
-        run = list(request.grammar.forced(most)) if request.grammar is not None else []
+        run = list(request.grammar.forced(maximum)) if request.grammar is not None else []
         found.append((run, list(range(-1, len(run) - 1))) if run else tree)
     return found
 

@@ -115,8 +115,8 @@ class Ranks:
             self.folder.cleanup()
 
     def lead_or_follow(self, cycle: Cycle) -> Callable[[], object]:
-        """On rank 0, return a function that closes the ranks; they also close with the cycle and with the interpreter. On the other
-        ranks, follow rank 0 until it closes, then exit.
+        """Rank 0 returns a function that closes the ranks; they also close with the cycle and the interpreter. Other ranks follow
+        rank 0 until it closes, then exit.
 
         Raises:
             ResourceError: a rank ended unexpectedly.

@@ -11,7 +11,7 @@ from itertools import islice
 from operator import or_
 from typing import Any, Final, NoReturn, Protocol, TypeVar
 
-from ..config.checks import INT32_MOST, brief, check_fields, cut, in_range, usable_temperature
+from ..config.checks import INT32_MAX, brief, check_fields, cut, in_range, usable_temperature
 from ..config.hints import hint_for_sampling
 from ..config.sampling_checks import check_sampling
 from ..config.schema import SamplingConfig
@@ -69,49 +69,49 @@ def _names_checked(kind: type[Made]) -> type[Made]:
 @_names_checked
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled and when it ends. Every number is checked here, as far as that needs no engine.
+    """How one request is sampled and when it ends. Values are checked on construction.
 
-    ``temperature``, ``top_k``, ``top_p``, ``min_p`` and ``repetition_penalty`` are None where the request says nothing: then they are the
-    checkpoint's (``model.generation_config``), which are neutral in most checkpoints.
+    ``temperature``, ``top_k``, ``top_p``, ``min_p`` and ``repetition_penalty`` default to None, which means the checkpoint's
+    ``generation_config.json`` (``model.generation_config``); where that sets nothing, they have no effect.
 
     Attributes:
-        max_tokens: most new tokens, at least 1, or 0 with ``echo`` or ``prompt_logprobs``; None: up to the end of the context.
-        temperature: 0 is greedy, at most 1e5. One below the smallest normal float32 (1.2e-38) is 0.
-        seed: 64 bits, signed or not; two requests with one seed and one prompt get one output. None: every request draws a seed of its own,
-            which its output names.
-        n: outputs for each prompt, at a temperature above 0 if more than one. Each is a request of its own, with the seed ``seed + i``.
-        stop_token_ids: ids that end the request, in addition to the checkpoint's end-of-text ids; the id itself is part of the output.
-        ignore_eos: the checkpoint's end-of-text ids do not end the request.
-        stop: texts that end the request where they come up in its text. What follows is dropped, with the tokens after the one in which the
-            stop text ended. A text alone is one of one.
-        include_stop_str_in_output: the stop text is part of the text.
-        top_k: sample from the k most likely tokens; -1 or 0: all. Equal logits stay together.
-        top_p: of those, from the most likely ones that together hold this share, 0 < top_p <= 1 (1.2e-38 or more).
-        min_p: of those, from the ones at least this share as likely as the most likely, 0 <= min_p <= 1.
-        repetition_penalty: 0.01 to 100; positive logits of tokens in the prompt or the output are divided by it, negative ones multiplied.
-        presence_penalty: -2 to 2, taken off the logits of tokens in the output.
-        frequency_penalty: -2 to 2, the same for each time they are in it.
-        logit_bias: token id to what is added to its logit, -100 to 100.
-        allowed_token_ids: only these are sampled, however many they are; None: all.
-        bad_words: texts whose tokens never come up one after the other in the output: the last one is not sampled after the others, of
-            which the first may stand in the prompt. A word counts with a space in front of it and without.
-        min_tokens: no stop id, and no text of ``stop``, before this many tokens.
-        speculate: False: this request is decoded plainly, one token per cycle, next to others that are not.
-        num_steps: most drafted tokens that a cycle accepts, at most the engine's own depth; None: that.
-        skip_special_tokens: special tokens are not part of the text. Texts of ``stop`` are found in them all the same.
-        kept_special_tokens: texts of special tokens that are part of the text although ``skip_special_tokens`` is true. One that is no
-            special token of the checkpoint is text in any case.
-        detokenize: False: no text is made, only token ids.
-        echo: the text begins with the prompt's; ``token_ids`` and ``logprobs`` do not.
-        prompt_logprobs: the same as ``logprobs`` for the prompt's tokens.
-        logprobs: report each token's log-probability and this many most likely tokens; None: neither. They are the target's own, before any
-            of the above.
-        structured: a grammar that the whole output follows; it then ends by an end-of-text id, at the latest where nothing else may follow.
+        max_tokens: maximum number of new tokens, at least 1 (0 is allowed with ``echo`` or ``prompt_logprobs``). None: until the context
+            is full.
+        temperature: 0 is greedy; at most 1e5. Values below the smallest normal float32 (1.2e-38) mean 0.
+        seed: 64 bits, signed or unsigned. The same seed and prompt give the same output. None: a random seed, reported by the output.
+        n: outputs per prompt; more than one needs a temperature above 0. Output i is a request with the seed ``seed + i``.
+        stop_token_ids: ids that end the request, in addition to the checkpoint's end-of-text ids. The id is part of the output.
+        ignore_eos: do not stop at the checkpoint's end-of-text ids.
+        stop: stop strings. Text from the first match on is dropped, as are tokens after the one that completed it. A single string means a
+            list of one.
+        include_stop_str_in_output: keep the stop string in the text.
+        top_k: sample from the k most likely tokens; -1 or 0: all. Tokens tied with the k-th stay in.
+        top_p: then from the smallest set of most likely tokens whose probability reaches this, 0 < top_p <= 1 (at least 1.2e-38).
+        min_p: then from tokens at least this fraction as likely as the most likely one, 0 <= min_p <= 1.
+        repetition_penalty: 0.01 to 100. Divides positive logits, and multiplies negative logits, of tokens in the prompt or the output.
+        presence_penalty: -2 to 2. Subtracted from the logit of each token in the output.
+        frequency_penalty: -2 to 2. Subtracted once per occurrence in the output.
+        logit_bias: token id to a value added to its logit, -100 to 100.
+        allowed_token_ids: sample only these; any number of them. None: all.
+        bad_words: texts that never occur in the output: the last token of a word is banned where the tokens before it match, which may
+            begin in the prompt. A word is banned with and without a leading space.
+        min_tokens: no end-of-text id, stop id or stop string before this many tokens.
+        speculate: False: decode this request plainly, one token per cycle, in the same batch as others.
+        num_steps: maximum number of drafts accepted per cycle. None: the engine's depth, which is also the upper bound.
+        skip_special_tokens: leave special tokens out of the text. Stop strings still match them.
+        kept_special_tokens: special tokens to keep in the text even if ``skip_special_tokens`` is true. Strings that are no special token
+            of the checkpoint have no effect.
+        detokenize: False: return token ids only.
+        echo: start the text with the prompt. ``token_ids`` and ``logprobs`` still cover new tokens only.
+        prompt_logprobs: like ``logprobs``, for the tokens of the prompt.
+        logprobs: report the log-probability of each token and of this many most likely tokens, from the target's own logits, before any of
+            the changes above. None: neither.
+        structured: a grammar for the whole output. The request ends with an end-of-text id, at the latest when nothing else may follow.
 
-    Filters act at temperatures above 0, everything else at 0 too.
+    Filters (top_k, top_p, min_p) need a temperature above 0; everything else also works at 0.
 
     Raises:
-        RequestError: a value of another type, not finite or out of range; the key is ``sampling.<field>``.
+        RequestError: a wrong type, a value out of range or not finite; the key is ``sampling.<field>``.
     """
 
     max_tokens: int | None = 128
@@ -148,7 +148,7 @@ class SamplingParams:
         check_sampling(self, RequestError)
         for name in ("num_steps", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
-                in_range(f"sampling.{name}", value, 0, INT32_MOST, error=RequestError)
+                in_range(f"sampling.{name}", value, 0, INT32_MAX, error=RequestError)
         if self.structured is not None and self.min_tokens:
             raise RequestError("sampling.min_tokens", "0 with sampling.structured, whose text may be complete before", self.min_tokens)
         for name in ("stop", "echo", "kept_special_tokens"):
@@ -161,7 +161,7 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", LogitBias(self.logit_bias))
 
     def resolve(self, defaults: SamplingDefaults = NEUTRAL) -> ResolvedParams:
-        """These parameters with ``defaults`` where they say nothing.
+        """These parameters, with ``defaults`` in place of None.
 
         Raises:
             RequestError: more than one output at a temperature of 0 that was not stated.
@@ -171,13 +171,13 @@ class SamplingParams:
 
     @property
     def depth(self) -> int | None:
-        """Most drafted tokens that a cycle accepts; None: as many as the engine drafts."""
+        """Maximum number of drafts accepted per cycle; None: the engine's depth."""
         return self.num_steps if self.speculate else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedParams(SamplingParams):
-    """Parameters that leave nothing to the checkpoint's defaults. The engine knows no others."""
+    """Parameters with all defaults filled in. The engine takes only these."""
 
     temperature: float = NEUTRAL.temperature
     top_k: int = NEUTRAL.top_k
@@ -209,6 +209,33 @@ class ResolvedParams(SamplingParams):
         seed = self.seed + number if self.seed is not None else None
         # 64 bits, which a seed may fill with and without a sign.
         return replace(self, n=1, seed=seed - 2**64 if seed is not None and seed >= 2**64 else seed)
+
+
+CLASS_FIELDS = {
+    "noise": "temperature",
+    "truncate": "top_k, top_p, min_p",
+    "penalties": "repetition_penalty, presence_penalty, frequency_penalty",
+    "bias": "logit_bias, min_tokens",
+    "logprobs": "logprobs",
+    "allowed": "allowed_token_ids",
+    "bad_words": "bad_words",
+    "prompt_logprobs": "prompt_logprobs",
+    "grammar": "structured",
+}
+"""Fields of :class:`SamplingParams`, by the part of the class that they ask for."""
+
+
+def check_covered(need: SamplingClass, whole: SamplingClass) -> None:
+    """Check that ``whole``, which covers every class that an engine has programs of, covers ``need``.
+
+    Raises:
+        RequestError: it does not.
+    """
+    for part, fields_ in CLASS_FIELDS.items():
+        if getattr(need, part) > getattr(whole, part):
+            raise RequestError(
+                f"sampling.{fields_}", f"the default, since no class of runtime.sampling_classes has {part}", "another value"
+            )
 
 
 def configured_params(config: SamplingConfig, **changes: Any) -> SamplingParams:
@@ -455,6 +482,6 @@ class Request:
         return len(self.prompt) + max(0, len(self.output) - 1)
 
 
-def _shortened(tokens: Iterable[int], logprobs: Iterable[tuple[float, dict[int, float]]], most: int) -> Iterator[TokenLogprob]:
+def _shortened(tokens: Iterable[int], logprobs: Iterable[tuple[float, dict[int, float]]], maximum: int) -> Iterator[TokenLogprob]:
     for token, (logprob, top) in zip(tokens, logprobs, strict=False):
-        yield TokenLogprob(token, logprob, dict(islice(top.items(), most)))
+        yield TokenLogprob(token, logprob, dict(islice(top.items(), maximum)))

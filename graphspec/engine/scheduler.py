@@ -15,7 +15,7 @@ from ..graphs.programs import ClassPrograms, Key, PrefillKey, PreparedPrograms, 
 from ..graphs.stages.mailbox import Message
 from ..plan.buffers import Status
 from ..plan.plan import Plan
-from ..shapes import MOST_PADDING, GraphKey, SamplingClass, pick_bucket
+from ..shapes import MAX_PADDING, GraphKey, SamplingClass, pick_bucket
 from .admission import Deadlines, Queue
 from .depth import DepthPolicy
 from .launcher import Launcher, Ticket
@@ -105,10 +105,10 @@ class Scheduler:
 
     def why_full(self, count: int) -> ResourceError | None:
         """The error if the queue has no room for ``count`` more requests; None: it has room."""
-        most = self.plan.max_queued
-        if most is None or count + len(self._live) <= self.plan.max_rows + most:
+        maximum = self.plan.max_queued
+        if maximum is None or count + len(self._live) <= self.plan.max_rows + maximum:
             return None
-        expected = f"room for {count} more: at most {most} requests wait, in addition to the {self.plan.max_rows} that have rows"
+        expected = f"room for {count} more: at most {maximum} requests wait, in addition to the {self.plan.max_rows} that have rows"
         return ResourceError("runtime.max_queued", expected, f"{len(self._live)} requests that have not ended")
 
     def add(self, request: Request) -> None:
@@ -238,14 +238,16 @@ class Scheduler:
     def _prefill(self) -> bool:
         """Launch chunks of unread prompts, as many as may run before the next cycle; returns whether there were any.
 
-        Every launch after the first counts ``MOST_PADDING`` extra tokens, about the time it takes to read the weights once more. So all of
+        Every launch after the first counts ``MAX_PADDING`` extra tokens, about the time it takes to read the weights once more. So all of
         them together take no longer than a single launch of the allowed number of tokens.
         """
         launched, spent = False, 0
         while reading := [request for request in self.running if not request.row.ready]:
             decoding = len(reading) < len(self.running)
             # While no row decodes, nothing waits for the prompts.
-            most = self.plan.prefill_tokens_per_cycle if decoding else max(self.plan.prefill_tokens_per_cycle, self.plan.prefill_chunks[-1])
+            maximum = (
+                self.plan.prefill_tokens_per_cycle if decoding else max(self.plan.prefill_tokens_per_cycle, self.plan.prefill_chunks[-1])
+            )
             for request in reading:
                 if request.row.begins:
                     self.prefix.take_over(request)
@@ -255,12 +257,12 @@ class Scheduler:
             programs = self._prepared.choose(need[reading[0]], 1)
             covered = [request for request in reading if need[request] | programs.sampling == programs.sampling]
             left = [(request.row.prefilled, request.committed) for request in covered]
-            chosen = choose_prefill(left, programs.prefills, most - spent)
+            chosen = choose_prefill(left, programs.prefills, maximum - spent)
             if chosen is None:
                 break
             key, lengths = chosen
             self._launch_prompts(key, dict(zip(covered, lengths, strict=False)))
-            launched, spent = True, spent + tokens_of(key) + MOST_PADDING
+            launched, spent = True, spent + tokens_of(key) + MAX_PADDING
         return launched
 
     def _launch_prompts(self, key: PrefillKey, lengths: dict[Request, int]) -> None:
@@ -337,9 +339,9 @@ class Scheduler:
     def _reserve(self, request: Request, message: Message) -> bool:
         """Reserve pages for everything the next cycle may touch in this row. False: rows changed, so the launch must be composed again."""
         row = request.row
-        most = len(request.prompt) + len(request.output) + row.queued_cycles * self.plan.accept_width + self.plan.window_width
+        maximum = len(request.prompt) + len(request.output) + row.queued_cycles * self.plan.accept_width + self.plan.window_width
         # A cheap upper bound first: usually the row has enough pages even for that.
-        if most <= len(row.pages) * self.plan.page_size or (missing := self._missing(request)) == 0:
+        if maximum <= len(row.pages) * self.plan.page_size or (missing := self._missing(request)) == 0:
             return True
         pages = self.allocator.allocate(missing)
         if pages is not None:

@@ -20,6 +20,7 @@ from .layer_kinds import (
     gemma2_keys,
     gemma3_keys,
     gemma_keys,
+    gpt_oss_keys,
     listed_layers_rotate,
     mistral_keys,
     olmo3_keys,
@@ -33,6 +34,7 @@ from .layer_kinds import (
 from .layouts import (
     BAMBA_LAYOUT,
     FUSED_LAYOUT,
+    GPT_OSS_LAYOUT,
     GRANITE_LAYOUT,
     LANGUAGE_LAYOUT,
     NEMOTRON_LAYOUT,
@@ -50,7 +52,14 @@ from .mamba import (
     read_nemotron_experts,
     read_nemotron_ssm,
 )
-from .moe import read_deepseek_experts, read_listed_experts, read_qwen3_5_experts, read_qwen3_experts, read_qwen3_next_experts
+from .moe import (
+    read_deepseek_experts,
+    read_gpt_oss_experts,
+    read_listed_experts,
+    read_qwen3_5_experts,
+    read_qwen3_experts,
+    read_qwen3_next_experts,
+)
 from .multipliers import read_falcon_multipliers, read_gemma_multipliers, read_granite_multipliers
 from .recurrent import read_gated_delta
 
@@ -233,6 +242,19 @@ OLMO2 = Family(
     multi_head=True,
     max_positions=2048,
 )
+GPT_OSS = Family(
+    name="gpt_oss",
+    architectures=("GptOssForCausalLM",),
+    layout=GPT_OSS_LAYOUT,
+    attention_bias="stated",
+    norm="float32",
+    attention_sinks=True,
+    usual=gpt_oss_keys,
+    window=window_by_kind,
+    experts=read_gpt_oss_experts,
+    max_positions=131072,
+)
+"""Sinks, every second layer with a window, and clamped experts with biases (arXiv 2508.10925)."""
 OWN_MODULES = Family(name="transformers", architectures=(), own_modules=True)
 """Any other model, by ``model.family=transformers``."""
 KIMI_LINEAR = Family(
@@ -383,6 +405,7 @@ FAMILIES: tuple[Family, ...] = (
     GRANITE_HYBRID,
     BAMBA,
     FALCON_H1,
+    GPT_OSS,
     KIMI_LINEAR,
     *(Family(name=name, architectures=names, refused=reason) for name, names, reason in _REFUSED),
 )

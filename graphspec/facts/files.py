@@ -12,7 +12,7 @@ from ..config.checks import LONG, brief
 from ..errors import CheckpointError, spell_bytes
 
 _MIB = 2**20
-MOST_CONFIG, MOST_INDEX, MOST_TOKENIZER = 16 * _MIB, 128 * _MIB, 512 * _MIB
+MAX_CONFIG, MAX_INDEX, MAX_TOKENIZER = 16 * _MIB, 128 * _MIB, 512 * _MIB
 """Bytes of a json file: configurations, an index of shards, ``tokenizer.json``. The largest published are 1, 15 and 35 MiB."""
 
 
@@ -70,12 +70,12 @@ def open_file(file: Path, expected: str = "a regular file") -> BinaryIO:
     return stream
 
 
-def read_json(file: Path, most: int, expected: str = "a readable json file") -> dict[str, Any]:
+def read_json(file: Path, maximum: int, expected: str = "a readable json file") -> dict[str, Any]:
     """The object in a json file.
 
     Args:
         file: to be read.
-        most: bytes it may have.
+        maximum: bytes it may have.
         expected: what it is, for the message when it isn't there.
 
     Raises:
@@ -83,10 +83,10 @@ def read_json(file: Path, most: int, expected: str = "a readable json file") -> 
     """
     with open_file(file, expected) as stream:
         size = os.fstat(stream.fileno()).st_size
-        if size > most:
-            raise CheckpointError(str(file), f"a json file of at most {spell_bytes(most)}", spell_bytes(size))
+        if size > maximum:
+            raise CheckpointError(str(file), f"a json file of at most {spell_bytes(maximum)}", spell_bytes(size))
         try:
-            text = stream.read(most) or b""
+            text = stream.read(maximum) or b""
         except OSError as error:
             raise CheckpointError(str(file), "a readable json file", _reason(error)) from error
     return parse_json(text, str(file))
@@ -125,7 +125,7 @@ def read_shards(index: Path) -> dict[str, str]:
     Raises:
         CheckpointError: as :func:`read_json`; also no ``weight_map``, or a file name that is none, leaves the folder or is of another kind.
     """
-    shards = read_json(index, MOST_INDEX).get("weight_map")
+    shards = read_json(index, MAX_INDEX).get("weight_map")
     if not isinstance(shards, dict) or not shards or not set(map(type, shards.values())) <= {str}:
         raise CheckpointError(f"{index}: weight_map", "an object of tensor name: file name", brief(shards, LONG))
     suffix = Path(index.name.removesuffix(".index.json")).suffix

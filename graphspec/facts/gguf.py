@@ -19,7 +19,7 @@ from .files import plain, require_file
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-MOST_ENTRIES = 2**24
+MAX_ENTRIES = 2**24
 """Of metadata, tensors, or one array."""
 ARCHITECTURE, ALIGNMENT = "general.architecture", "general.alignment"
 SPLIT_COUNT = "split.count"
@@ -94,8 +94,8 @@ class _Reader:
 
     def count(self, what: str) -> int:
         found: int = self.number("Q", what)
-        if found > MOST_ENTRIES:
-            raise self.error(what, f"at most {MOST_ENTRIES} entries", found)
+        if found > MAX_ENTRIES:
+            raise self.error(what, f"at most {MAX_ENTRIES} entries", found)
         return found
 
     def text(self, what: str) -> str:

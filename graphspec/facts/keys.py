@@ -7,22 +7,22 @@ from typing import Any, TypeGuard
 
 from ..config.checks import LONG, brief
 from ..errors import CheckpointError
-from .files import MOST_CONFIG, read_json
+from .files import MAX_CONFIG, read_json
 
 _REQUIRED: Any = object()
 
-MOST_INTEGER = 2**31 - 1
-MOST_LAYERS = 1000
-MOST_HEADS = 2**12
-MOST_HEAD_DIM = 2**12
-MOST_WIDTH = 2**20
-MOST_VOCAB = 2**24
-MOST_POSITIONS = 2**23
-MOST_EXPERTS = 2**17
+MAX_INTEGER = 2**31 - 1
+MAX_LAYERS = 1000
+MAX_HEADS = 2**12
+MAX_HEAD_DIM = 2**12
+MAX_WIDTH = 2**20
+MAX_VOCAB = 2**24
+MAX_POSITIONS = 2**23
+MAX_EXPERTS = 2**17
 """Limits of the numbers in a config, several times the largest published; of experts in all layers together. Sizes that are possible one
 by one and too large together are refused by the memory plan."""
-MOST_NUMBER, MOST_THETA = 1e6, 1e12
-MOST_IDS = 1024
+MAX_NUMBER, MAX_THETA = 1e6, 1e12
+MAX_IDS = 1024
 """Ids in one list."""
 
 
@@ -39,8 +39,8 @@ class Keys:
     def present(self, key: str) -> bool:
         return self.values.get(key) is not None
 
-    def integer(self, key: str, default: Any = _REQUIRED, least: int = 1, most: int = MOST_INTEGER) -> int:
-        """An integer from ``least`` to ``most``; with a default, absent or null means that.
+    def integer(self, key: str, default: Any = _REQUIRED, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
+        """An integer from ``minimum`` to ``maximum``; with a default, absent or null means that.
 
         Raises:
             CheckpointError: something else.
@@ -48,13 +48,13 @@ class Keys:
         value = self.values.get(key)
         if value is None and default is not _REQUIRED:
             return default
-        if not is_integer(value) or not least <= value <= most:
-            too_large = is_integer(value) and value > most
-            raise self.error(key, f"an integer from {least} to {most}" if too_large else f"an integer >= {least}")
+        if not is_integer(value) or not minimum <= value <= maximum:
+            too_large = is_integer(value) and value > maximum
+            raise self.error(key, f"an integer from {minimum} to {maximum}" if too_large else f"an integer >= {minimum}")
         return value
 
-    def number(self, key: str, default: Any = _REQUIRED, above: float = 0.0, most: float = MOST_NUMBER) -> float:
-        """A number above ``above`` and at most ``most``; with a default, absent or null means that.
+    def number(self, key: str, default: Any = _REQUIRED, above: float = 0.0, maximum: float = MAX_NUMBER) -> float:
+        """A number above ``above`` and at most ``maximum``; with a default, absent or null means that.
 
         Raises:
             CheckpointError: something else, NaN and infinity included.
@@ -62,9 +62,9 @@ class Keys:
         value = self.values.get(key)
         if value is None and default is not _REQUIRED:
             return default
-        if not is_number(value) or not above < value <= most:
-            fair = above == 0 and not (is_number(value) and value > most)
-            raise self.error(key, "a positive number" if fair else f"a number above {above:g}, at most {most:g}")
+        if not is_number(value) or not above < value <= maximum:
+            fair = above == 0 and not (is_number(value) and value > maximum)
+            raise self.error(key, "a positive number" if fair else f"a number above {above:g}, at most {maximum:g}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -80,16 +80,20 @@ class Keys:
             raise self.error(key, "true or false")
         return value
 
-    def integers(self, key: str, expected: str, least: int, most: int) -> list[int]:
-        """A list of integers from ``least`` to ``most``; absent or null means an empty one.
+    def integers(self, key: str, expected: str, minimum: int, maximum: int) -> list[int]:
+        """A list of integers from ``minimum`` to ``maximum``; absent or null means an empty one.
 
         Raises:
-            CheckpointError: something else, or more than :data:`MOST_IDS` of them.
+            CheckpointError: something else, or more than :data:`MAX_IDS` of them.
         """
         value = self.values.get(key)
         if value is None:
             return []
-        if not isinstance(value, list) or len(value) > MOST_IDS or not all(is_integer(item) and least <= item <= most for item in value):
+        if (
+            not isinstance(value, list)
+            or len(value) > MAX_IDS
+            or not all(is_integer(item) and minimum <= item <= maximum for item in value)
+        ):
             raise self.error(key, expected)
         return value
 
@@ -110,7 +114,7 @@ def read_keys(path: Path) -> Keys:
     Raises:
         CheckpointError: unreadable, or something else.
     """
-    return Keys(read_json(path, MOST_CONFIG), str(path))
+    return Keys(read_json(path, MAX_CONFIG), str(path))
 
 
 def read_config(path: Path) -> Keys:
@@ -126,7 +130,7 @@ def read_config(path: Path) -> Keys:
     if not folder:
         raise CheckpointError(str(path), "a folder with a Hugging Face checkpoint", "a file" if there else "nothing there")
     config = path / "config.json"
-    return Keys(read_json(config, MOST_CONFIG, "the checkpoint's config.json"), str(config))
+    return Keys(read_json(config, MAX_CONFIG, "the checkpoint's config.json"), str(config))
 
 
 def read_architecture(keys: Keys, expected: str) -> str:

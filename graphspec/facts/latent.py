@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .keys import MOST_HEAD_DIM, MOST_HEADS, MOST_WIDTH, Keys
+from .keys import MAX_HEAD_DIM, MAX_HEADS, MAX_WIDTH, Keys
 from .rope import RopeFacts, magnitude
 
 
@@ -41,7 +41,7 @@ def rope_dim(keys: Keys) -> int:
     Raises:
         CheckpointError: missing, or odd.
     """
-    size = keys.integer("qk_rope_head_dim", least=2, most=MOST_HEAD_DIM)
+    size = keys.integer("qk_rope_head_dim", minimum=2, maximum=MAX_HEAD_DIM)
     if size % 2:
         raise keys.error("qk_rope_head_dim", "an even number (RoPE rotates pairs)")
     return size
@@ -62,21 +62,21 @@ def read_latent(keys: Keys, num_heads: int, rope: RopeFacts, *, interleaved_only
     Raises:
         CheckpointError: a key that is missing, wrong or not supported.
     """
-    if keys.integer("num_key_value_heads", num_heads, most=MOST_HEADS) != num_heads:
+    if keys.integer("num_key_value_heads", num_heads, maximum=MAX_HEADS) != num_heads:
         raise keys.error("num_key_value_heads", f"num_attention_heads = {num_heads}, or no such key: all heads share one latent row")
     interleaved = keys.flag("rope_interleave", True)
     if not interleaved and interleaved_only:
         raise keys.error("rope_interleave", "true, or no such key")
     if "q_lora_rank" not in keys.values:
         raise keys.error("q_lora_rank", "an integer >= 1, or null where queries are not compressed")
-    nope, rotated = keys.integer("qk_nope_head_dim", most=MOST_HEAD_DIM), rope_dim(keys)
+    nope, rotated = keys.integer("qk_nope_head_dim", maximum=MAX_HEAD_DIM), rope_dim(keys)
     correction = magnitude(rope.factor, rope.mscale_all_dim) if rope.mscale_all_dim else 1.0
     return LatentFacts(
-        query_rank=keys.integer("q_lora_rank", most=MOST_WIDTH) if keys.present("q_lora_rank") else None,
-        rank=keys.integer("kv_lora_rank", most=MOST_WIDTH),
+        query_rank=keys.integer("q_lora_rank", maximum=MAX_WIDTH) if keys.present("q_lora_rank") else None,
+        rank=keys.integer("kv_lora_rank", maximum=MAX_WIDTH),
         nope_dim=nope,
         rope_dim=rotated,
-        value_dim=keys.integer("v_head_dim", most=MOST_HEAD_DIM),
+        value_dim=keys.integer("v_head_dim", maximum=MAX_HEAD_DIM),
         interleaved=interleaved,
         scale=(nope + rotated) ** -0.5 * correction * correction,
     )

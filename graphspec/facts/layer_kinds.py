@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .keys import MOST_LAYERS, Keys, is_integer
+from .keys import MAX_LAYERS, Keys, is_integer
 from .rope import LAYER_KINDS
 
 Windows = Callable[[Keys, int], tuple[int | None, ...]]
@@ -41,7 +41,7 @@ def window_by_flag(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
 
 
 def window_by_layer(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
-    """As :func:`window_by_flag`, in the layers that ``layer_types`` or ``max_window_layers`` say.
+    """The window of each layer: :func:`window_by_flag`, limited to the layers named by ``layer_types`` or ``max_window_layers``.
 
     Raises:
         CheckpointError: as there, or a list of another length or of other kinds of layers.
@@ -51,7 +51,7 @@ def window_by_layer(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
     if not any(windows):
         return windows
     if kinds is None:
-        first = keys.integer("max_window_layers", 28, least=0)
+        first = keys.integer("max_window_layers", 28, minimum=0)
         return tuple(window if layer >= first else None for layer, window in enumerate(windows))
     known = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
@@ -74,7 +74,7 @@ def window_by_kind(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
 
 def _every(keys: Keys, period: int) -> list[str]:
     """Kinds of layers of which every ``period``-th sees everything."""
-    count = keys.integer("num_hidden_layers", most=MOST_LAYERS)
+    count = keys.integer("num_hidden_layers", maximum=MAX_LAYERS)
     return ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(count)]
 
 
@@ -191,7 +191,7 @@ def exaone_keys(keys: Keys) -> Keys:
     """
     values = {"sliding_window": 4096, **keys.values}
     if values["sliding_window"] is None:
-        values["layer_types"] = ["full_attention"] * keys.integer("num_hidden_layers", most=MOST_LAYERS)
+        values["layer_types"] = ["full_attention"] * keys.integer("num_hidden_layers", maximum=MAX_LAYERS)
     elif not keys.present("layer_types"):
         pattern = values.get("sliding_window_pattern", 4)
         if pattern == "LLLG":  # three local layers, one global
@@ -208,7 +208,7 @@ def smollm3_keys(keys: Keys) -> Keys:
     Raises:
         CheckpointError: flags that are none, or not one for each layer.
     """
-    count = keys.integer("num_hidden_layers", most=MOST_LAYERS)
+    count = keys.integer("num_hidden_layers", maximum=MAX_LAYERS)
     values = {**({} if _states_base(keys) else {"rope_theta": 2e6}), **keys.values}
     flags = keys.integers("no_rope_layers", f"{count} flags, 1 where a layer rotates", 0, 1)
     if not flags:
@@ -221,6 +221,30 @@ def smollm3_keys(keys: Keys) -> Keys:
     if not keys.present("layer_types"):
         windowed = values.get("sliding_window") is not None
         values["layer_types"] = ["sliding_attention" if windowed and not rotates else "full_attention" for rotates in flags]
+    return Keys(values, keys.where)
+
+
+def gpt_oss_keys(keys: Keys) -> Keys:
+    """gpt-oss's config with ``layer_types``, where every second layer sees everything, and what transformers takes for granted.
+
+    Raises:
+        CheckpointError: no number of layers.
+    """
+    stated = {key: value for key, value in keys.values.items() if value is not None}
+    values = {"attention_bias": True, "sliding_window": 128, **stated}
+    if "sliding_window" in keys.values and keys.values["sliding_window"] is None:
+        values["sliding_window"] = None
+    if not keys.present("dtype") and not keys.present("torch_dtype"):
+        values["dtype"] = "bfloat16"
+    if not keys.present("layer_types"):
+        values["layer_types"] = _every(keys, 2)
+    if not _states_base(keys):
+        values["rope_theta"] = 150000.0
+    if not keys.present("rope_parameters") and not keys.present("rope_scaling"):
+        values["rope_scaling"] = {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        }  # fmt: skip
     return Keys(values, keys.where)
 
 
@@ -238,7 +262,7 @@ def dots_keys(keys: Keys) -> Keys:
     """
     values = {"sliding_window": 4096, "norm_topk_prob": False, **one_group_keys(keys).values}
     if not keys.present("layer_types"):
-        count, first = keys.integer("num_hidden_layers", most=MOST_LAYERS), keys.integer("max_window_layers", 62, least=0)
+        count, first = keys.integer("num_hidden_layers", maximum=MAX_LAYERS), keys.integer("max_window_layers", 62, minimum=0)
         windowed = values["sliding_window"] is not None
         values["layer_types"] = ["sliding_attention" if windowed and layer >= first else "full_attention" for layer in range(count)]
     return Keys(values, keys.where)

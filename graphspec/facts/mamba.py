@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal, cast
 
-from .keys import MOST_HEAD_DIM, MOST_HEADS, MOST_LAYERS, MOST_WIDTH, Keys
+from .keys import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Keys
 from .moe import ExpertFacts, read_deepseek_experts, read_qwen3_experts
-from .recurrent import MOST_CONVOLUTION, RecurrentFacts, SsmFacts
+from .recurrent import MAX_CONVOLUTION, RecurrentFacts, SsmFacts
 
 Mixer = Literal["recurrent", "attention", "mlp"]
 """What a layer holds, where it holds one of them; an MLP may be a mixture of experts."""
@@ -26,7 +26,7 @@ def _list_layers(keys: Keys, key: str, kinds: tuple[str, ...]) -> list[str]:
     """
     value = keys.values.get(key)
     layers = [_OLDER.get(kind, kind) if isinstance(kind, str) else kind for kind in value] if isinstance(value, list) else None
-    if not layers or len(layers) > MOST_LAYERS or not all(kind in kinds for kind in layers):
+    if not layers or len(layers) > MAX_LAYERS or not all(kind in kinds for kind in layers):
         raise keys.error(key, f"a list of {' or '.join(kinds)}")
     if "full_attention" not in layers:
         raise keys.error(key, "at least one layer that attends")
@@ -43,7 +43,7 @@ def nemotron_keys(keys: Keys) -> Keys:
     pattern, listed = "hybrid_override_pattern", next((key for key in ("layers_block_type", "layer_types") if keys.present(key)), None)
     if listed is None:
         written = values.get(pattern)
-        if not isinstance(written, str) or not written or len(written) > MOST_LAYERS or not set(written) <= set(_PATTERN):
+        if not isinstance(written, str) or not written or len(written) > MAX_LAYERS or not set(written) <= set(_PATTERN):
             raise keys.error(pattern, f"layers_block_type, or one of {' '.join(_PATTERN)} for each layer")
         if "*" not in written:
             raise keys.error(pattern, "at least one layer that attends (*)")
@@ -72,7 +72,7 @@ def granite_keys(keys: Keys) -> Keys:
         raise keys.error("layer_types", "the kinds of all layers")
     values["layer_types"] = _list_layers(keys, listed, ("linear_attention", "full_attention"))
     values["moe_intermediate_size"] = values.get("intermediate_size")
-    values["intermediate_size"] = keys.integer("shared_intermediate_size", 1024, most=MOST_WIDTH)
+    values["intermediate_size"] = keys.integer("shared_intermediate_size", 1024, maximum=MAX_WIDTH)
     return Keys(values, keys.where)
 
 
@@ -82,7 +82,7 @@ def bamba_keys(keys: Keys) -> Keys:
     Raises:
         CheckpointError: no list of layers, or none that attends.
     """
-    count = keys.integer("num_hidden_layers", most=MOST_LAYERS)
+    count = keys.integer("num_hidden_layers", maximum=MAX_LAYERS)
     attending = keys.integers("attn_layer_indices", f"a list of layers from 0 to {count - 1}", 0, count - 1)
     if not attending:
         raise keys.error("attn_layer_indices", "at least one layer that attends")
@@ -119,8 +119,8 @@ def read_granite_ssm(keys: Keys, num_layers: int) -> RecurrentFacts | None:
         raise keys.error("layer_types", f"{num_layers} entries")
     layers = tuple(kind == "linear_attention" for kind in kinds)
     if keys.values.get("mamba_d_head") in (None, "auto"):
-        width = keys.integer("mamba_expand", 2) * keys.integer("hidden_size", most=MOST_WIDTH)
-        heads = keys.integer("mamba_n_heads", 128, most=MOST_HEADS)
+        width = keys.integer("mamba_expand", 2) * keys.integer("hidden_size", maximum=MAX_WIDTH)
+        heads = keys.integer("mamba_n_heads", 128, maximum=MAX_HEADS)
         keys = Keys({**keys.values, "mamba_d_head": width // heads}, keys.where)
     names = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_conv_bias", "mamba_proj_bias")
     return _read_ssm(keys, layers, *names)
@@ -139,8 +139,8 @@ def read_falcon_ssm(keys: Keys, num_layers: int) -> RecurrentFacts | None:
     if normed and keys.flag("mamba_norm_before_gate", True):
         raise keys.error("mamba_norm_before_gate", "false (a norm before the output gate is not supported)")
     if keys.values.get("mamba_d_ssm", 1024) is not None:
-        width = keys.integer("mamba_d_ssm", 1024, most=MOST_WIDTH)
-        heads = keys.integer("mamba_n_heads", 128, most=MOST_HEADS)
+        width = keys.integer("mamba_d_ssm", 1024, maximum=MAX_WIDTH)
+        heads = keys.integer("mamba_n_heads", 128, maximum=MAX_HEADS)
         if width % heads or keys.values.get("mamba_d_head") not in (None, "auto", width // heads):
             raise keys.error("mamba_d_ssm", f"mamba_n_heads = {heads} times mamba_d_head")
         keys = Keys({**keys.values, "mamba_d_head": width // heads}, keys.where)
@@ -152,7 +152,7 @@ def read_falcon_ssm(keys: Keys, num_layers: int) -> RecurrentFacts | None:
 def _read_ssm(
     keys: Keys, layers: tuple[bool, ...], heads: str, groups: str, state: str, head_dim: str, taps: str, conv_bias: str, bias: str
 ) -> RecurrentFacts | None:
-    """By the names that a family gives the sizes.
+    """Reads Mamba-2 sizes from the keys that a family uses for them.
 
     Steps are not clamped, neither in prompts nor in decoding. transformers clamps those of Nemotron-H's prompts from below, by
     ``time_step_min``, and of no decoded token: with one rule a prompt leaves what decoding it would leave.
@@ -162,16 +162,16 @@ def _read_ssm(
     limit = keys.values.get("time_step_limit")
     if limit is not None and (not isinstance(limit, list) or len(limit) != 2 or limit[0] != 0 or limit[1] not in _NO_LIMIT):
         raise keys.error("time_step_limit", "[0.0, Infinity] (steps that are clamped are not supported)")
-    value_heads, key_heads = keys.integer(heads, most=MOST_HEADS), keys.integer(groups, most=MOST_HEADS)
+    value_heads, key_heads = keys.integer(heads, maximum=MAX_HEADS), keys.integer(groups, maximum=MAX_HEADS)
     if value_heads % key_heads:
         raise keys.error(heads, f"a multiple of {groups} = {key_heads}")
     return RecurrentFacts(
         layers=layers,
         key_heads=key_heads,
         value_heads=value_heads,
-        key_dim=keys.integer(state, most=MOST_HEAD_DIM),
-        value_dim=keys.integer(head_dim, most=MOST_HEAD_DIM),
-        taps=keys.integer(taps, 4, least=2, most=MOST_CONVOLUTION),
+        key_dim=keys.integer(state, maximum=MAX_HEAD_DIM),
+        value_dim=keys.integer(head_dim, maximum=MAX_HEAD_DIM),
+        taps=keys.integer(taps, 4, minimum=2, maximum=MAX_CONVOLUTION),
         ssm=SsmFacts(keys.flag(conv_bias, True), keys.flag(bias, False)),
     )
 
@@ -188,7 +188,7 @@ def read_nemotron_experts(keys: Keys, num_layers: int) -> ExpertFacts | None:
     if keys.values.get("moe_latent_size") is not None:
         raise keys.error("moe_latent_size", "null (experts over a compressed stream are not supported)")
     facts = read_deepseek_experts(Keys({**keys.values, "n_shared_experts": 0}, keys.where), num_layers, sigmoid=True)
-    return replace(facts, layers=layers, shared_size=keys.integer("moe_shared_expert_intermediate_size", most=MOST_WIDTH))
+    return replace(facts, layers=layers, shared_size=keys.integer("moe_shared_expert_intermediate_size", maximum=MAX_WIDTH))
 
 
 def read_granite_experts(keys: Keys, num_layers: int) -> ExpertFacts | None:
@@ -197,8 +197,8 @@ def read_granite_experts(keys: Keys, num_layers: int) -> ExpertFacts | None:
     Raises:
         CheckpointError: a key that is missing, wrong or not supported.
     """
-    if not keys.integer("num_local_experts", 0, least=0):
+    if not keys.integer("num_local_experts", 0, minimum=0):
         return None
     usual = {"num_experts": keys.values["num_local_experts"], "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": None}
     facts = read_qwen3_experts(Keys({**keys.values, **usual}, keys.where), num_layers)
-    return replace(facts, layers=(True,) * num_layers, shared_size=keys.integer("intermediate_size", most=MOST_WIDTH))
+    return replace(facts, layers=(True,) * num_layers, shared_size=keys.integer("intermediate_size", maximum=MAX_WIDTH))

@@ -15,13 +15,13 @@ from .family import Family
 from .files import find_file
 from .generation import FILE as GENERATION_FILE
 from .keys import (
-    MOST_HEAD_DIM,
-    MOST_HEADS,
-    MOST_IDS,
-    MOST_LAYERS,
-    MOST_POSITIONS,
-    MOST_VOCAB,
-    MOST_WIDTH,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_IDS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCAB,
+    MAX_WIDTH,
     Keys,
     is_integer,
     read_architecture,
@@ -227,8 +227,8 @@ def _read_eos(keys: Keys, vocab_size: int) -> tuple[int, ...] | None:
     if value is None:
         return None
     ids = value if isinstance(value, list) else [value]
-    if len(ids) > MOST_IDS or not all(is_integer(token) and 0 <= token < vocab_size for token in ids):
-        raise keys.error("eos_token_id", f"token ids in [0, {vocab_size}), one or a list of at most {MOST_IDS}, or null")
+    if len(ids) > MAX_IDS or not all(is_integer(token) and 0 <= token < vocab_size for token in ids):
+        raise keys.error("eos_token_id", f"token ids in [0, {vocab_size}), one or a list of at most {MAX_IDS}, or null")
     return tuple(dict.fromkeys(ids))
 
 
@@ -242,7 +242,7 @@ def read_ids(keys: Keys, path: Path, facts: ModelFacts) -> ModelFacts:
     eos, stated = _read_eos(keys, facts.vocab_size), None
     if find_file(generation):
         stated = _read_eos(read_keys(generation), facts.vocab_size)
-    bos = keys.integer("bos_token_id", least=0) if keys.present("bos_token_id") else None
+    bos = keys.integer("bos_token_id", minimum=0) if keys.present("bos_token_id") else None
     return replace(facts, bos_token_id=bos, eos_token_ids=(eos or ()) if stated is None else stated)
 
 
@@ -292,16 +292,16 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
     activation = "gelu_pytorch_tanh" if family.activation == "gelu_tanh" else "silu"
     if keys.values.get("hidden_act", activation) != activation:
         raise keys.error("hidden_act", repr(activation))
-    hidden_size = keys.integer("hidden_size", most=MOST_WIDTH)
-    num_layers = keys.integer("num_hidden_layers", most=MOST_LAYERS)
-    num_heads = keys.integer("num_attention_heads", most=MOST_HEADS)
+    hidden_size = keys.integer("hidden_size", maximum=MAX_WIDTH)
+    num_layers = keys.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    num_heads = keys.integer("num_attention_heads", maximum=MAX_HEADS)
     kv = "num_key_value_heads"
     if family.latent is not None:
         num_kv_heads = 1
     elif keys.values.get(kv) is None and (family.multi_head or kv in keys.values):
         num_kv_heads = num_heads
     else:
-        num_kv_heads = keys.integer(kv, most=MOST_HEADS)
+        num_kv_heads = keys.integer(kv, maximum=MAX_HEADS)
     if num_heads % num_kv_heads:
         raise keys.error(kv, f"a divisor of num_attention_heads = {num_heads}")
     if family.head_dim is not None and not keys.present("head_dim"):
@@ -309,19 +309,19 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
     elif family.latent is not None:
         head_dim = rope_dim(keys)
     elif keys.present("head_dim"):
-        head_dim = keys.integer("head_dim", least=2, most=MOST_HEAD_DIM)
+        head_dim = keys.integer("head_dim", minimum=2, maximum=MAX_HEAD_DIM)
     elif hidden_size % num_heads:
         raise keys.error("head_dim", f"a head_dim, since hidden_size = {hidden_size} is no multiple of num_attention_heads = {num_heads}")
     else:
         head_dim = hidden_size // num_heads
-    if head_dim % 2 or head_dim > MOST_HEAD_DIM:
-        raise CheckpointError(f"{keys.where}: head_dim", f"an even number (RoPE rotates pairs), at most {MOST_HEAD_DIM}", head_dim)
+    if head_dim % 2 or head_dim > MAX_HEAD_DIM:
+        raise CheckpointError(f"{keys.where}: head_dim", f"an even number (RoPE rotates pairs), at most {MAX_HEAD_DIM}", head_dim)
     positions = "max_position_embeddings"
     if family.max_positions is None or keys.present(positions):
-        max_position_embeddings = keys.integer(positions, most=MOST_POSITIONS)
+        max_position_embeddings = keys.integer(positions, maximum=MAX_POSITIONS)
     else:
         max_position_embeddings = family.max_positions
-    vocab_size = keys.integer("vocab_size", most=MOST_VOCAB)
+    vocab_size = keys.integer("vocab_size", maximum=MAX_VOCAB)
     if family.attention_gate and not keys.flag("attn_output_gate", True):
         raise keys.error("attn_output_gate", "true")
     experts = family.experts(keys, num_layers) if family.experts is not None else None
@@ -329,7 +329,7 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
     if not keys.present("intermediate_size") and experts is not None and all(experts.layers):
         width = experts.intermediate_size
     else:
-        width = keys.integer("intermediate_size", most=MOST_WIDTH)
+        width = keys.integer("intermediate_size", maximum=MAX_WIDTH)
     bias = keys.flag("attention_bias", False) and family.attention_bias in ("stated", "apart")
     output_bias = bias if family.attention_bias != "apart" else keys.flag("attention_out_bias", False)
     windows = family.window(keys, num_layers)
@@ -344,7 +344,7 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=keys.number("rms_norm_eps", most=1.0),
+        rms_norm_eps=keys.number("rms_norm_eps", maximum=1.0),
         max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=keys.flag("tie_word_embeddings", family.tied) and family.ties,
         attention_bias=bias or family.attention_bias == "qkv",

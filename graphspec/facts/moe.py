@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .keys import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, Keys
+from .keys import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH, Keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +34,17 @@ class ExpertFacts:
     scaling: float = 1.0
     float32_router: bool = False
     """Router weights and logits are float32, whatever the dtype of the model."""
+    biases: bool = False
+    """Router and experts have biases."""
+    alpha: float = 1.0
+    limit: float = 0.0
+    """Of clamped SwiGLU, see :func:`graphspec.kernels.linear.moe_mlp.moe_mlp`; a limit of 0: not clamped."""
 
 
 def _read_count(keys: Keys, name: str, num_layers: int) -> int:
-    experts = keys.integer(name, most=MOST_EXPERTS)
-    if experts * num_layers > MOST_EXPERTS:
-        raise keys.error(name, f"at most {MOST_EXPERTS} experts in the {num_layers} layers together")
+    experts = keys.integer(name, maximum=MAX_EXPERTS)
+    if experts * num_layers > MAX_EXPERTS:
+        raise keys.error(name, f"at most {MAX_EXPERTS} experts in the {num_layers} layers together")
     return experts
 
 
@@ -59,12 +64,12 @@ def read_qwen3_experts(keys: Keys, num_layers: int) -> ExpertFacts:
     name = "num_experts" if keys.present("num_experts") else "num_local_experts"  # transformers 5 writes the second
     experts = _read_count(keys, name, num_layers)
     step = keys.integer("decoder_sparse_step", 1)
-    dense = keys.integers("mlp_only_layers", "a list of layer numbers", 0, MOST_LAYERS)
+    dense = keys.integers("mlp_only_layers", "a list of layer numbers", 0, MAX_LAYERS)
     return ExpertFacts(
         layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
         num_experts=experts,
         topk=_read_topk(keys, experts, 8),
-        intermediate_size=keys.integer("moe_intermediate_size", 768, most=MOST_WIDTH),
+        intermediate_size=keys.integer("moe_intermediate_size", 768, maximum=MAX_WIDTH),
         normalize=keys.flag("norm_topk_prob", False),
     )
 
@@ -78,7 +83,7 @@ def read_qwen3_next_experts(keys: Keys, num_layers: int) -> ExpertFacts:
     defaults = {"num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True}
     stated = {key: value for key, value in keys.values.items() if value is not None}
     facts = read_qwen3_experts(Keys({**defaults, **stated}, keys.where), num_layers)
-    return replace(facts, shared_size=keys.integer("shared_expert_intermediate_size", 512, most=MOST_WIDTH), shared_gate=True)
+    return replace(facts, shared_size=keys.integer("shared_expert_intermediate_size", 512, maximum=MAX_WIDTH), shared_gate=True)
 
 
 def read_qwen3_5_experts(keys: Keys, num_layers: int) -> ExpertFacts:
@@ -90,6 +95,26 @@ def read_qwen3_5_experts(keys: Keys, num_layers: int) -> ExpertFacts:
     stated = {key: value for key, value in keys.values.items() if value is not None}
     fixed = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
     return read_qwen3_next_experts(Keys({"num_experts_per_tok": 8, **stated, **fixed}, keys.where), num_layers)
+
+
+def read_gpt_oss_experts(keys: Keys, num_layers: int) -> ExpertFacts:
+    """gpt-oss (arXiv 2508.10925): softmax over the chosen experts, biases, clamped SwiGLU; every layer is a mixture.
+
+    Raises:
+        CheckpointError: a key that is missing, wrong or not supported.
+    """
+    name = "num_experts" if keys.present("num_experts") else "num_local_experts"
+    experts = _read_count(keys, name, num_layers)
+    return ExpertFacts(
+        layers=(True,) * num_layers,
+        num_experts=experts,
+        topk=_read_topk(keys, experts, 4),
+        intermediate_size=keys.integer("intermediate_size", maximum=MAX_WIDTH),
+        normalize=True,
+        biases=True,
+        alpha=keys.number("swiglu_alpha", 1.702),
+        limit=keys.number("swiglu_limit", 7.0),
+    )
 
 
 def _one_of(keys: Keys, key: str, *allowed: str) -> str:
@@ -120,7 +145,7 @@ def read_listed_experts(keys: Keys, num_layers: int) -> ExpertFacts:
     """
     name, kinds = "mlp_layer_types", ("dense", "sparse")
     listed = keys.values[name] if keys.present(name) else ["dense"] + ["sparse"] * (num_layers - 1)
-    heads = keys.integer("num_nextn_predict_layers", 0, least=0, most=MOST_LAYERS)
+    heads = keys.integer("num_nextn_predict_layers", 0, minimum=0, maximum=MAX_LAYERS)
     if isinstance(listed, list) and len(listed) == num_layers - heads:
         listed = [*listed, *["sparse"] * heads]
     if not isinstance(listed, list) or len(listed) != num_layers or not all(kind in kinds for kind in listed):
@@ -136,7 +161,7 @@ def read_deepseek_experts(keys: Keys, num_layers: int, *, sigmoid: bool) -> Expe
         CheckpointError: a key that is missing, wrong or not supported.
     """
     experts = _read_count(keys, "n_routed_experts", num_layers)
-    topk, first, step = _read_topk(keys, experts), keys.integer("first_k_dense_replace", 0, least=0), keys.integer("moe_layer_freq", 1)
+    topk, first, step = _read_topk(keys, experts), keys.integer("first_k_dense_replace", 0, minimum=0), keys.integer("moe_layer_freq", 1)
     if sigmoid:
         _one_of(keys, "scoring_func", "sigmoid")
         _one_of(keys, "topk_method", "noaux_tc")
@@ -151,13 +176,13 @@ def read_deepseek_experts(keys: Keys, num_layers: int, *, sigmoid: bool) -> Expe
         groups, chosen = _read_groups(keys, experts, topk, 1) if method != "greedy" else (1, 1)
     if keys.flag("mlp_bias", False):
         raise keys.error("mlp_bias", "false")
-    size = keys.integer("moe_intermediate_size", most=MOST_WIDTH)
+    size = keys.integer("moe_intermediate_size", maximum=MAX_WIDTH)
     return ExpertFacts(
         layers=tuple(layer >= first and layer % step == 0 for layer in range(num_layers)),
         num_experts=experts,
         topk=topk,
         intermediate_size=size,
-        shared_size=size * keys.integer("n_shared_experts", 0, least=0, most=MOST_WIDTH // size),
+        shared_size=size * keys.integer("n_shared_experts", 0, minimum=0, maximum=MAX_WIDTH // size),
         groups=groups,
         topk_groups=chosen,
         group_best=2 if sigmoid and chosen < groups else 1,

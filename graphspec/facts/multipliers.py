@@ -69,7 +69,7 @@ def read_gemma_multipliers(keys: Keys) -> Multipliers:
 
 
 def read_falcon_multipliers(keys: Keys) -> Multipliers:
-    """Those of Falcon-H1; absent or null means 1. One of a projection's input is taken as one of its output, which has no bias.
+    """Reads Falcon-H1's multipliers; absent or null means 1. A projection has no bias, so a factor of its input is applied to its output.
 
     Raises:
         CheckpointError: a value that is no positive number, or a list of another length.

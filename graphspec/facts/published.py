@@ -44,7 +44,7 @@ class Published:
 
     @property
     def requirement(self) -> str:
-        """As pip takes it."""
+        """The requirement string for pip."""
         return f"{self.package}=={self.version}"
 
     @property

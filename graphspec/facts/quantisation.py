@@ -16,10 +16,10 @@ from typing import Any
 
 from ..config.checks import brief
 from ..errors import CheckpointError
-from .files import MOST_CONFIG, find_file, plain, read_json
+from .files import MAX_CONFIG, find_file, plain, read_json
 from .keys import is_integer
 
-METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "modelopt")
+METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "modelopt", "mxfp4")
 LOADS = "FP8 (e4m3), int4 and int8 groups (compressed-tensors, GPTQ, AWQ), MXFP4 and NVFP4 load, and GGUF files"
 FORMATS = (
     "float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized",
@@ -92,13 +92,13 @@ def _names(pattern: str, layer: str) -> bool:
 def stored_quantisation(folder: Path) -> tuple[Any, str] | None:
     """What a checkpoint folder says of its quantisation, as in ``config.json``, and file and key; None: its weights are numbers."""
     config = folder / "config.json"
-    values = read_json(config, MOST_CONFIG).get("quantization_config") if find_file(config) else None
+    values = read_json(config, MAX_CONFIG).get("quantization_config") if find_file(config) else None
     if values not in (None, {}):
         return values, f"{config}: quantization_config"
     sidecar = folder / SIDECAR
     if not find_file(sidecar):
         return None
-    values = read_json(sidecar, MOST_CONFIG).get("quantization")
+    values = read_json(sidecar, MAX_CONFIG).get("quantization")
     if isinstance(values, Mapping):
         values = {"quant_method": "modelopt", **values}
     return values, f"{sidecar}: quantization"
@@ -132,7 +132,9 @@ def parse_quantisation(values: Any, key: str) -> Quantisation:
     for name in ("kv_cache_scheme", "kv_cache_quant_algo"):
         if values.get(name) not in (None, {}, ""):
             raise CheckpointError(f"{key}.{name}", "null: keys and values are kept in the dtype of the model", brief(values[name]))
-    checks = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq, "modelopt": _modelopt}
+    checks = {
+        "fp8": _fp8, "compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq, "modelopt": _modelopt, "mxfp4": _mxfp4,
+    }  # fmt: skip
     ignored = [name for key in ("ignore", "modules_to_not_convert", "exclude_modules") for name in _texts(values.get(key))]
     # The language-model head is quantised where a list of layers says so.
     ignored += ["lm_head"] if method in ("fp8", "gptq", "awq") else []
@@ -182,7 +184,7 @@ def _compressed_tensors(values: Mapping[str, Any], key: str) -> Quantisation:
 
 
 def _scheme(group: Mapping[str, Any]) -> Scheme | None:
-    """Of a group of compressed-tensors' ``config_groups``."""
+    """The scheme of one entry of compressed-tensors' ``config_groups``; None: its weights are not quantised."""
     weights = group.get("weights")
     if not isinstance(weights, Mapping):
         return None
@@ -238,3 +240,9 @@ def _modelopt(values: Mapping[str, Any], key: str) -> Quantisation:
     found = _one_of(values, key, "quant_algo", ALGORITHMS, None)
     scheme = Scheme("e2m1", 16, "float8_e4m3fn", whole=True) if "NVFP4" in found else Scheme("e4m3", 0, "float32")
     return Quantisation("modelopt", schemes=(scheme,))
+
+
+def _mxfp4(values: Mapping[str, Any], key: str) -> Quantisation:
+    """gpt-oss: the experts alone."""
+    del values, key
+    return Quantisation("mxfp4", schemes=(Scheme("e2m1", 32, "float8_e8m0fnu", targets=("experts",)),))

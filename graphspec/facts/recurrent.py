@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
-from .keys import MOST_HEAD_DIM, MOST_HEADS, Keys
+from .keys import MAX_HEAD_DIM, MAX_HEADS, Keys
 from .sharding import UNSHARDED, Shard, Sharding, joined, sharding_of
 
-MOST_CONVOLUTION = 16
+MAX_CONVOLUTION = 16
 """Taps of a convolution, several times the published 4."""
 _KINDS = ("linear_attention", "full_attention")
 
@@ -80,7 +80,7 @@ class RecurrentFacts:
 
     @property
     def splits_groups(self) -> bool:
-        """Of Mamba-2: a group of heads, which are normed together, lies on several ranks."""
+        """Whether a group of Mamba-2 heads, which share a norm, is split over ranks."""
         return self.ssm is not None and self.sharding.sharded and self.sharding.copies > 1
 
     @property
@@ -116,11 +116,11 @@ class RecurrentFacts:
         )
 
     def state_bytes(self, itemsize: int) -> int:
-        """Of one row, in all layers; ``itemsize``: bytes of a number in the dtype of the model."""
+        """Bytes of one row's states in all layers; ``itemsize`` is that of the model's dtype."""
         return self.count * _bytes(self.states, itemsize)
 
     def record_bytes(self, itemsize: int) -> int:
-        """Of one node, in all layers."""
+        """Bytes of one node's records in all layers."""
         return self.count * _bytes(self.records, itemsize)
 
     def layers_from(self, first: int) -> RecurrentFacts | None:
@@ -149,15 +149,15 @@ def read_gated_delta(keys: Keys, num_layers: int) -> RecurrentFacts | None:
         return None
     if all(layers):
         raise keys.error("layer_types", "at least one entry of full_attention")
-    key_heads = keys.integer("linear_num_key_heads", 16, most=MOST_HEADS)
-    value_heads = keys.integer("linear_num_value_heads", 32, most=MOST_HEADS)
+    key_heads = keys.integer("linear_num_key_heads", 16, maximum=MAX_HEADS)
+    value_heads = keys.integer("linear_num_value_heads", 32, maximum=MAX_HEADS)
     if value_heads % key_heads:
         raise keys.error("linear_num_value_heads", f"a multiple of linear_num_key_heads = {key_heads}")
     return RecurrentFacts(
         layers=layers,
         key_heads=key_heads,
         value_heads=value_heads,
-        key_dim=keys.integer("linear_key_head_dim", 128, most=MOST_HEAD_DIM),
-        value_dim=keys.integer("linear_value_head_dim", 128, most=MOST_HEAD_DIM),
-        taps=keys.integer("linear_conv_kernel_dim", 4, least=2, most=MOST_CONVOLUTION),
+        key_dim=keys.integer("linear_key_head_dim", 128, maximum=MAX_HEAD_DIM),
+        value_dim=keys.integer("linear_value_head_dim", 128, maximum=MAX_HEAD_DIM),
+        taps=keys.integer("linear_conv_kernel_dim", 4, minimum=2, maximum=MAX_CONVOLUTION),
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ..config.checks import LONG, brief
 from ..errors import CheckpointError
-from .keys import MOST_POSITIONS, MOST_THETA, Keys, is_number
+from .keys import MAX_POSITIONS, MAX_THETA, Keys, is_number
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 NO_ROPE = "none"
@@ -93,7 +93,7 @@ def _read_partial(keys: Keys, rope: Keys, head_dim: int, default: float | None) 
 
 def _read_theta(keys: Keys, rope: Keys) -> float:
     """The base, from either place; above 1, for its logarithm divides."""
-    stated = [owner.number("rope_theta", above=1.0, most=MOST_THETA) for owner in (rope, keys) if owner.present("rope_theta")]
+    stated = [owner.number("rope_theta", above=1.0, maximum=MAX_THETA) for owner in (rope, keys) if owner.present("rope_theta")]
     if len(stated) == 2 and stated[0] != stated[1]:
         raise rope.error("rope_theta", f"{stated[1]:g}, as the other rope_theta says")
     return stated[0] if stated else 10000.0
@@ -198,7 +198,7 @@ def _read_one(
             raise CheckpointError(f"{keys.where}: head_dim", "at least 4 rotated elements with dynamic scaling", head_dim)
         return replace(facts, original_max_position_embeddings=max_position_embeddings)
     outer = "original_max_position_embeddings"
-    original = (keys if keys.present(outer) else rope).integer(outer, max_position_embeddings, most=MOST_POSITIONS)
+    original = (keys if keys.present(outer) else rope).integer(outer, max_position_embeddings, maximum=MAX_POSITIONS)
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
         if high <= low:

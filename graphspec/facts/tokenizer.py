@@ -7,8 +7,8 @@ from typing import Any
 
 from ..config.checks import LONG, brief
 from ..errors import CheckpointError
-from .files import MOST_CONFIG, MOST_TOKENIZER, find_file, read_json
-from .keys import MOST_VOCAB, is_integer
+from .files import MAX_CONFIG, MAX_TOKENIZER, find_file, read_json
+from .keys import MAX_VOCAB, is_integer
 
 SPECIAL_NAMES = ("bos_token", "eos_token")
 """Keys of special tokens that mean something to an engine."""
@@ -16,7 +16,7 @@ SPECIAL_NAMES = ("bos_token", "eos_token")
 
 def _read_tokens(file: Path) -> dict[int, str]:
     """Token text of each id in a ``tokenizer.json``: the model's vocabulary, then the added tokens."""
-    values = read_json(file, MOST_TOKENIZER)
+    values = read_json(file, MAX_TOKENIZER)
     model = values.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocab, dict):
@@ -35,14 +35,14 @@ def _read_tokens(file: Path) -> dict[int, str]:
 
 def _checked(ids: list[Any], texts: list[Any], where: str) -> dict[int, str]:
     # a vocabulary has 100,000 entries and more: no loop in Python unless one of them is wrong
-    if set(map(type, ids)) <= {int} and set(map(type, texts)) <= {str} and (not ids or (min(ids) >= 0 and max(ids) < MOST_VOCAB)):
+    if set(map(type, ids)) <= {int} and set(map(type, texts)) <= {str} and (not ids or (min(ids) >= 0 and max(ids) < MAX_VOCAB)):
         return dict(zip(ids, texts, strict=True))
     wrong = next(
         (token_id, text)
         for token_id, text in zip(ids, texts, strict=True)
-        if not is_integer(token_id) or not 0 <= token_id < MOST_VOCAB or not isinstance(text, str)
+        if not is_integer(token_id) or not 0 <= token_id < MAX_VOCAB or not isinstance(text, str)
     )
-    raise CheckpointError(where, f"texts with ids in [0, {MOST_VOCAB})", f"{brief(wrong[1], LONG)} with id {brief(wrong[0], LONG)}")
+    raise CheckpointError(where, f"texts with ids in [0, {MAX_VOCAB})", f"{brief(wrong[1], LONG)} with id {brief(wrong[0], LONG)}")
 
 
 def check_tokenizer(draft_folder: str | Path, target_folder: str | Path) -> None:
@@ -78,7 +78,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
         file = folder / name
         if not find_file(file) or "added_tokens_decoder" in found:
             continue
-        values = read_json(file, MOST_CONFIG)
+        values = read_json(file, MAX_CONFIG)
         for key in SPECIAL_NAMES:
             if (value := values.get(key)) is not None and not isinstance(_token_text(value), str):
                 raise CheckpointError(f"{file}: {key}", "the text of a token, an object with it as content, or null", brief(value, LONG))

@@ -58,7 +58,7 @@ class CaptureRecord:
 
     @property
     def sentence(self) -> str:
-        """In words."""
+        """Name, times and memory in one line."""
         captured = "" if self.capture_seconds is None else f", captured in {self.capture_seconds:.1f} s"
         held = "" if self.pool_bytes is None else f", {spell_bytes(self.pool_bytes)} more in the graphs' pool"
         return f"{self.name}, warm in {self.warm_up_seconds:.1f} s{captured}{held}"

@@ -23,6 +23,6 @@ class Grammar(Protocol):
         """
         ...
 
-    def forced(self, most: int) -> Sequence[int]:
+    def forced(self, maximum: int) -> Sequence[int]:
         """Tokens that spell what must follow the root, as far as something must: a draft, since other tokens may spell it too."""
         ...

@@ -19,7 +19,7 @@ from ..config.schema import Config
 from ..errors import ConfigError, spell_bytes
 from ..kernels import resolve
 from ..kernels.recurrent.state_runs import BLOCK
-from ..models.stack import pack_network, uses_packed_weights
+from ..models.stack import pack_network, round_weights, uses_packed_weights
 from ..models.target import load_target
 from ..models.token_map import apply_token_map, load_token_map
 from ..plan.buffers import DTYPES, RECURRENT_SLOTS, declare_slots, plan_sizes
@@ -62,7 +62,7 @@ class MemoryPlan:
         page_bytes: bytes of one page, in target and draft pool together.
         page_size: tokens of one page.
         num_pages: pages of each pool, the dummy page included.
-        least_pages: fewest with which a request can run at all, the dummy page included.
+        min_pages: fewest with which a request can run at all, the dummy page included.
         context: tokens that one row may have, and the most that would fit, where not one such row does; None: it fits, or pages are given.
     """
 
@@ -72,7 +72,7 @@ class MemoryPlan:
     page_bytes: int
     page_size: int
     num_pages: int
-    least_pages: int
+    min_pages: int
     context: tuple[int, int] | None = None
 
     @property
@@ -101,10 +101,10 @@ class MemoryPlan:
         if self.context is not None and self.context[1] > 1:
             planned, longest = self.context
             raise ConfigError("model.max_context", f"at most {longest}, for the KV of one such row to fit", planned, self.text())
-        if self.context is None and self.largest_num_pages >= self.least_pages - 1:
+        if self.context is None and self.largest_num_pages >= self.min_pages - 1:
             raise ConfigError("runtime.num_pages", f"at most {self.largest_num_pages}", self.num_pages - 1, self.text())
         keys = dict.fromkeys(key for line in self.lines for key in line.keys if key != "runtime.num_pages")
-        needed = spell_bytes(self.total - (self.num_pages - self.least_pages) * self.page_bytes)
+        needed = spell_bytes(self.total - (self.num_pages - self.min_pages) * self.page_bytes)
         found = f"{spell_bytes(self.budget)}; lower {', '.join(keys)}"
         raise ConfigError("memory", f"at least {needed}, even with the fewest pages", found, self.text())
 
@@ -155,7 +155,8 @@ def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = No
     lines.append(MemoryLine("scratch of kernels", kernel_scratch(plan), (*rows, "runtime.prefill_chunks")))
     if plan.device == "cuda":
         classes = plan.sampling_classes or (GREEDY,)
-        programs = sum(len(plan.graph_keys(each)) + len(plan.prefill_shapes) for each in classes) if plan.runtime.captured else 0
+        cycles = {key for each in classes for key in plan.graph_keys(each)}
+        programs = len(cycles) + len(classes) * len(plan.prefill_shapes) if plan.runtime.captured else 0
         lines.append(
             MemoryLine(
                 "graphs and libraries",
@@ -171,7 +172,7 @@ def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = No
         page_bytes=groups["kv"] // plan.num_pages,
         page_size=plan.page_size,
         num_pages=plan.num_pages,
-        least_pages=plan.pages_for(1 + plan.window_width) + 1,
+        min_pages=plan.pages_for(1 + plan.window_width) + 1,
     )
 
 
@@ -189,10 +190,10 @@ def fit_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = Non
         CheckpointError: a checkpoint that does not fit its config.
     """
     shrinks = config.runtime.num_pages is None
-    least = plan.table_width + 1 if shrinks else plan.num_pages
+    minimum = plan.table_width + 1 if shrinks else plan.num_pages
     whole = memory = plan_memory(plan, config, weights)
     fitting = plan
-    while memory.largest_num_pages + 1 < least:
+    while memory.largest_num_pages + 1 < minimum:
         chunks = fitting.prefill_chunks[:-1]
         if config.runtime.prefill_chunks is not None or fitting.prefill_chunks[-1] <= SMALLEST_CHUNK:
             return plan, replace(whole, context=_contexts(fitting, config, weights)) if shrinks else whole
@@ -243,6 +244,8 @@ def parameter_bytes(plan: Plan, token_map: str | None = None) -> tuple[int, int]
         if token_map is not None:
             apply_token_map(draft, load_token_map(user_path("variant.token_map", token_map), plan.target.vocab_size))
     networks = [network for network in (target, draft) if network is not None]
+    for network in networks:
+        round_weights(network, plan)
     if uses_packed_weights(plan):
         for network in networks:
             pack_network(network, plan)

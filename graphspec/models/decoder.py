@@ -63,7 +63,7 @@ class MixerLayer(nn.Module):
         self.mixer: nn.Module = make_mlp(facts, layer) if self.alone else make_token_mixer(facts, layer)
 
     def forward(self, residual_BTH: Hidden, rotation: Rotation, attention: Attention) -> Hidden:
-        """As :class:`DecoderLayer`."""
+        """See :meth:`DecoderLayer.forward`."""
         out_BTH: Hidden
         if self.alone:
             out_BTH = self.mixer(residual_BTH, self.norm, residual_BTH, valid=attention.valid_BT)

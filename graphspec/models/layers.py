@@ -171,7 +171,7 @@ class RowParallelLinear(Linear, ShardedModule):
         gated: bool = False,
         float32: bool = False,
     ) -> Hidden:
-        """As of :class:`Linear`, without norm and gate."""
+        """Like :meth:`Linear.forward`, without norm and gate."""
         assert norm is None and not gated, "a layer that ends a block"
         if self.packed is not None:
             partial = self._multiply_packed(hidden_of(x), self.packed, sum(self.parts), None, None, 0.0)
@@ -219,7 +219,7 @@ class Embedding(nn.Module):
         self.packed: Tensor | None
         self.register_buffer("packed", None, persistent=False)
         self.stored: torch.dtype | None = None
-        """As of :class:`Linear`."""
+        """See :class:`Linear`."""
         self.shards: dict[str, ParameterShards] = {}
         self.lookup: Callable[[Tensor, Tensor, Tensor, int], Tensor] | None = None
         """The native op, if a native stack has one; see :mod:`graphspec.kernels.native.rows`."""
@@ -286,7 +286,7 @@ class RMSNorm(nn.Module):
 
     @classmethod
     def of(cls, facts: ModelFacts, size: int | None = None) -> RMSNorm:
-        """As the family of ``facts`` has it; of the hidden size unless another is given."""
+        """The norm that the family uses; ``size`` defaults to the hidden size."""
         return cls(size or facts.hidden_size, facts.rms_norm_eps, facts.family.norm == "offset", facts.family.norm == "float32")
 
     def scale(self) -> Tensor:
@@ -343,6 +343,9 @@ class SelfAttention(TokenMixer, ShardedModule):
         """Rows of the network's table before those of this layer's rotation."""
         rope = facts.layer_rope[layer] if facts.layer_rope else facts.rope
         self.sink_Q = make_parameter(facts.num_heads) if facts.family.attention_sinks else None
+        self.shards: dict[str, ParameterShards] = {}
+        if facts.sharding.sharded:
+            self.shards = {"sink_Q": ParameterShards(0, (facts.sharding.shard(facts.num_heads),))}
         self.softcap = facts.multipliers.score_softcap
         self.query_growth = (rope.query_beta, rope.original_max_position_embeddings) if rope.query_beta else None
         self.gated, self.sharding = facts.family.attention_gate, facts.sharding
@@ -400,7 +403,7 @@ class SelfAttention(TokenMixer, ShardedModule):
         return query_BTQD, gate_BTQD, key_BTGD, value_BTGD
 
     def _mean_squares(self, query_BTE: Tensor, key_BTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Of all ranks' queries and of all ranks' keys, float32; a key head of which there are copies counts once."""
+        """Mean squares over all ranks' queries and over all ranks' keys, float32. A key head with copies counts once."""
         once_BTGD = key_BTE.unflatten(-1, (-1, self.head_dim))[:, :, self.sharding.first_copies]
         sums = [part.float().pow(2).sum(-1, keepdim=True) for part in (query_BTE, once_BTGD.flatten(2))]
         query_BT1, key_BT1 = self.comm.all_reduce(torch.cat(sums, -1)).chunk(2, -1)

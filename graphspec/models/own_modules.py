@@ -21,7 +21,7 @@ from transformers.utils import logging
 from ..config.checks import LONG, brief
 from ..errors import CheckpointError
 from ..facts.families import OWN_MODULES
-from ..facts.keys import MOST_HEAD_DIM, Keys, read_config
+from ..facts.keys import MAX_HEAD_DIM, Keys, read_config
 from ..facts.model import DTYPES, ModelFacts, read_ids
 from ..facts.rope import NO_ROPE, RopeFacts
 from .attention import HeadTransform, Weighing
@@ -184,7 +184,7 @@ def _try(config: Any, model: Any) -> list[_Call]:
         raise _Unservable(f"attention of {len(trial.calls)} of its {layers} layers goes through transformers' attention interface")
     if len({(call.num_heads, call.num_kv_heads, call.head_dim) for call in trial.calls}) > 1:
         raise _Unservable("its layers have heads of different shapes")
-    if trial.calls[0].head_dim % 2 or trial.calls[0].head_dim > MOST_HEAD_DIM:
+    if trial.calls[0].head_dim % 2 or trial.calls[0].head_dim > MAX_HEAD_DIM:
         raise _Unservable(f"its heads have a width of {trial.calls[0].head_dim}")
     if hidden.shape[:2] != token.shape or hidden.dim() != 3:
         raise _Unservable("it gives no hidden state for each token")

@@ -53,7 +53,7 @@ class ParallelLayer(nn.Module):
         self.mlp_scale = facts.multipliers.mlp[1]
 
     def forward(self, residual_BTH: Hidden, rotation: Rotation, attention: Attention) -> Hidden:
-        """As of :class:`~graphspec.models.decoder.DecoderLayer`."""
+        """See :meth:`graphspec.models.decoder.DecoderLayer.forward`."""
         nets = zip(self.scales, (self.mamba, self.self_attn), strict=True)
         recurrent_BTH, attended_BTH = (scale * net(residual_BTH, rotation, attention, self.input_layernorm) for scale, net in nets)
         residual_BTH = add(residual_BTH, recurrent_BTH + attended_BTH)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..config.paths import new_folder, unwritable, user_path
 from ..errors import CheckpointError, ConfigError, spell_bytes
-from ..facts.files import MOST_CONFIG, read_json
+from ..facts.files import MAX_CONFIG, read_json
 from ..facts.folders import model_folder
 from ..facts.quantisation import SIDECAR, read_quantisation
 from ..kernels.linear.packed import Packed, dequantise
@@ -87,7 +87,7 @@ def quantise(model: str | Path, out: str | Path, code: str, modules: Sequence[st
         raise CheckpointError(checkpoint.key(packed) if packed else str(source), "weights in full precision", "low precision")
     chosen = _chosen(checkpoint, modules)
     group = _group(checkpoint, chosen, row, group)
-    config = read_json(source / "config.json", MOST_CONFIG)
+    config = read_json(source / "config.json", MAX_CONFIG)
     ignore = [name.removesuffix(".weight") for name in checkpoint.names() if _linear(checkpoint, name) and name not in chosen]
     # A tied head is a layer without a tensor.
     ignore += [] if any(name.split(".")[-2:-1] == [_HEAD] for name in chosen) or _HEAD in ignore else [_HEAD]
@@ -149,7 +149,7 @@ class _Work:
         self.before = 0
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """In the order of the source."""
+        """Yields names and tensors in the order of the source."""
         for name in self._checkpoint.names():
             tensor = self._checkpoint.raw(name)
             self.before += tensor.nbytes

@@ -30,7 +30,7 @@ _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """How a file from before torch 1.6 begins: a pickle of its own, the magic number."""
 _LEGACY_PROGRAMS = 5
 """Magic number, version, kind of machine, the object, and the keys of its storages, whose data follow."""
-MOST_PROGRAM = 4 * 2**20
+MAX_PROGRAM = 4 * 2**20
 """Bytes of a pickle, without the data of its tensors: some 20,000 of them. Reading it takes time in proportion."""
 _TENSOR_PARTS = (
     "collections OrderedDict", "torch._utils _rebuild_tensor", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3",
@@ -134,8 +134,8 @@ def _check_zip(stream: BinaryIO, size: int) -> None:
         programs = [member for member in members if member.filename.rpartition("/")[2] == "data.pkl"]
         if len(programs) != 1:
             raise ValueError(f"{len(programs)} members data.pkl")
-        if programs[0].file_size > MOST_PROGRAM:
-            raise ValueError(f"a pickle of {spell_bytes(programs[0].file_size)}, at most {spell_bytes(MOST_PROGRAM)}")
+        if programs[0].file_size > MAX_PROGRAM:
+            raise ValueError(f"a pickle of {spell_bytes(programs[0].file_size)}, at most {spell_bytes(MAX_PROGRAM)}")
         _check_program(io.BytesIO(archive.read(programs[0])))
 
 
@@ -143,17 +143,17 @@ def _check_legacy(stream: BinaryIO) -> None:
     stream.seek(0)
     if stream.read(len(_LEGACY)) != _LEGACY:
         raise ValueError("the beginning of another kind of file")
-    bounded = io.BytesIO(_LEGACY + stream.read(MOST_PROGRAM))
+    bounded = io.BytesIO(_LEGACY + stream.read(MAX_PROGRAM))
     for _ in range(_LEGACY_PROGRAMS):
         _check_program(bounded)
 
 
 def _check_program(program: io.BytesIO) -> None:
-    """That a pickle, read up to its end, names nothing but parts of tensors.
+    """Reads a pickle to its end and checks that it names nothing but parts of tensors.
 
     Raises:
-        UnpicklingError: it does.
-        ValueError: it isn't one.
+        UnpicklingError: it names something else.
+        ValueError: it is no pickle.
     """
     for opcode, argument, _ in pickletools.genops(program):
         if opcode.name in _TOO_NEW:

@@ -49,7 +49,7 @@ class PartPrice:
         return self.saved_us > self.collectives_us
 
     def text(self) -> str:
-        """In words."""
+        """The choice and its reason in one line."""
         return (
             f"{self.part} {'sharded' if self.pays else 'replicated'}: {self.saved_bytes / 1e6:.4g} MB less to read per cycle take "
             f"{self.saved_us:.3g} us, {self.collectives} collectives {self.collectives_us:.3g} us"

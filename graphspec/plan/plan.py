@@ -27,6 +27,7 @@ from ..shapes import (  # fmt: skip
 )
 from .acceptance import AcceptPlan, resolve_accept
 from .draft_parallel import DraftParallel, resolve_draft_parallel
+from .dtypes import resolve_dtypes
 from .own_modules import check_own_modules
 from .runtime import Runtime, resolve_runtime
 from .static_tree import StaticTree
@@ -103,6 +104,9 @@ class Plan:
     accept: AcceptPlan
     device: str
     dtype: str
+    """Of activations and kernels; see :class:`.dtypes.Dtypes`."""
+    weight_dtype: str
+    kv_dtype: str
     kernels: str
     attention: str
     linear: str
@@ -174,8 +178,8 @@ class Plan:
     @property
     def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
         """``(lanes, chunk)`` of every prefill program: each chunk alone, then several lanes of those that together fit into the largest."""
-        most, lanes = self.prefill_chunks[-1], self.prefill_lanes
-        several = [chunk for chunk in self.prefill_chunks if 1 < lanes <= most // chunk]
+        maximum, lanes = self.prefill_chunks[-1], self.prefill_lanes
+        several = [chunk for chunk in self.prefill_chunks if 1 < lanes <= maximum // chunk]
         return (*((1, chunk) for chunk in self.prefill_chunks), *((lanes, chunk) for chunk in several))
 
     def graph_keys(self, sampling: SamplingClass) -> tuple[GraphKey, ...]:
@@ -426,10 +430,10 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
     slots = max_context + ahead
     table_width = math.ceil(slots / runtime.page_size)
     pages = runtime.num_pages if runtime.num_pages is not None else runtime.max_rows * table_width
-    least = math.ceil((1 + window) / runtime.page_size)
-    if pages < least:
+    minimum = math.ceil((1 + window) / runtime.page_size)
+    if pages < minimum:
         raise ConfigError(
-            "runtime.num_pages", f"at least {least} pages of {runtime.page_size} (one token and the window of {window} slots)", pages
+            "runtime.num_pages", f"at least {minimum} pages of {runtime.page_size} (one token and the window of {window} slots)", pages
         )
 
     chunks = tuple(runtime.prefill_chunks) if runtime.prefill_chunks is not None else prefill_chunks(device, max_context)
@@ -445,10 +449,8 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
     if draft_context < max_context:
         logger.warning("the draft was made for %d positions, the context is %d: rows past them decode plainly", draft_context, max_context)
     lookback = draft.num_heads - 1 if draft else 0
-    dtype = config.hardware.dtype
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" else target.dtype
-    own_draft, draft_parallel = resolve_draft_parallel(config, variant, target.sharding, draft, shape, device=device, dtype=dtype)
+    dtypes = resolve_dtypes(config.hardware.dtype, runtime.kv_dtype, target.dtype, device, kernels)
+    own_draft, draft_parallel = resolve_draft_parallel(config, variant, target.sharding, draft, shape, device=device, dtype=dtypes.weights)
     static_tree = StaticTree.of(config.variant.tree_choices) if config.variant.tree_choices is not None and shape.topk > 1 else None
     rule = resolve_accept(config.accept, config.variant, shape, has_network=draft is not None)
     bucket_shapes = resolve_bucket_shapes(
@@ -498,7 +500,9 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         max_bad_word_tokens=runtime.max_bad_word_tokens,
         accept=rule,
         device=device,
-        dtype=dtype,
+        dtype=dtypes.compute,
+        weight_dtype=dtypes.weights,
+        kv_dtype=dtypes.kv,
         kernels=kernels,
         attention=config.kernels.attention,
         linear=config.kernels.linear,

@@ -120,7 +120,7 @@ class Record:
 
     @classmethod
     def of(cls, scope: Scope) -> Record:
-        """Of a request that has just come."""
+        """The record of a request that has just arrived."""
         host, port = scope.get("client") or ("-", "-")
         given = re.sub(rb"[^A-Za-z0-9._:-]", b"", dict(scope["headers"]).get(HEADER, b""))[:LONGEST_ID].decode("ascii")
         path = scope.get("raw_path") or scope["path"].encode()

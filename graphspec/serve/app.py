@@ -29,7 +29,7 @@ from ..text.bounds import check_fits, fewest_tokens
 from ..text.tokenizer import check_text
 from .access import Access, Hosts, Lengths, Record, record_of
 from .answers import DONE, ChatWriter, CompletionWriter, Writer, spell, sse
-from .bodies import LARGE_BODY, MOST_VALUES, parse_json, read_body
+from .bodies import LARGE_BODY, MAX_VALUES, parse_json, read_body
 from .errors import ApiError, bad_field, from_engine, internal, unusable
 from .generation import Generation
 from .grammar_trials import GrammarTrials
@@ -86,12 +86,12 @@ class Api:
         self.trials = GrammarTrials(llm, options.grammar_seconds)
         self.slots = Slots(self.plan.max_rows + waiting)
         self.metrics = Metrics(model, self.plan, engine.load, engine.capture_report)
-        self.most_values = max(MOST_VALUES, 2 * self.plan.max_context)
+        self.max_values = max(MAX_VALUES, 2 * self.plan.max_context)
         # Reads the file once, before anybody waits for it.
         fewest_tokens("", self.tokenizer.folder)
         self._plain = {"special_tokens_as_text": options.special_tokens_in_text == "text"}
         self._ping: asyncio.Future[None] | None = None
-        self.most_tokens = min(options.max_tokens or self.plan.max_context, self.plan.max_context)
+        self.max_tokens = min(options.max_tokens or self.plan.max_context, self.plan.max_context)
 
     def app(self, hosts: Collection[str] | None = None) -> Starlette:
         """The application.
@@ -176,9 +176,9 @@ class Api:
             body = await read_body(request, self.options.max_body_bytes, self.options.read_seconds)
 
             def read() -> Result:
-                data = parse_json(body, self.most_values)
+                data = parse_json(body, self.max_values)
                 check_bounds(data, self.plan)
-                check_prompt_sizes(data.get("prompt"), self.plan, self.slots.most)
+                check_prompt_sizes(data.get("prompt"), self.plan, self.slots.maximum)
                 return understand(data)
 
             return read() if len(body) < LARGE_BODY else await self.llm.work(read, len(body))
@@ -192,7 +192,7 @@ class Api:
         check_model(body.model, self.model)
         make = partial(CompletionWriter, body, self.model, self.tokenizer)
         return Asked(
-            body, body.prompts(**self._plain), make, body.params(self.most_tokens, self.plan.sampling_defaults, structured_of(body))
+            body, body.prompts(**self._plain), make, body.params(self.max_tokens, self.plan.sampling_defaults, structured_of(body))
         )
 
     async def chat(self, request: Request) -> Response:
@@ -206,7 +206,7 @@ class Api:
             raise bad_field("messages", "a checkpoint with a chat template", "one without: send a prompt to /v1/completions")
         tools = read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
         make = partial(ChatWriter, body, self.model, self.tokenizer, tools=tools)
-        params = body.params(self.most_tokens, self.plan.sampling_defaults, structured_of(body, tools), MARKS if tools.read else ())
+        params = body.params(self.max_tokens, self.plan.sampling_defaults, structured_of(body, tools), MARKS if tools.read else ())
         return Asked(body, [conversation_of(body, tools, **self._plain)], make, params)
 
     async def _answer(self, request: Request, asked: Asked) -> Response:
@@ -214,6 +214,7 @@ class Api:
         body, prompts, params = asked.body, asked.prompts, asked.params
         if body.priority and not self.options.allow_priority:
             raise bad_field("priority", "0, unless the server runs with server.allow_priority=true", body.priority)
+        self.llm.llm.check_class(params.resolve(self.plan.sampling_defaults).sampling_class)
         with ExitStack() as held:
             held.enter_context(self.slots.take(len(prompts) * params.n))
             options = {"priority": body.priority, "deadline": self.options.request_seconds, "cache_salt": body.cache_salt}
@@ -270,8 +271,8 @@ class Api:
 
         def answer() -> bytes:
             tokens = encode()
-            if len(tokens) > self.most_values:
-                raise bad_field("prompt", f"at most {self.most_values} tokens", f"{len(tokens)} of them")
+            if len(tokens) > self.max_values:
+                raise bad_field("prompt", f"at most {self.max_values} tokens", f"{len(tokens)} of them")
             document = {"count": len(tokens), "max_model_len": self.plan.max_context, "tokens": tokens}
             strings = [self.tokenizer.token_text(token, first=not place) for place, token in enumerate(tokens)] if spelled else None
             return spell(document | ({} if strings is None else {"token_strs": strings}))
@@ -300,10 +301,10 @@ class Api:
         return await self._work(request, lambda: spell({"prompt": self.tokenizer.decode(tokens)}), len(tokens))
 
     def _tokens(self, data: dict[str, Any]) -> list[int]:
-        vocab, most = self.plan.target.vocab_size, self.plan.max_context
+        vocab, maximum = self.plan.target.vocab_size, self.plan.max_context
         given = data.get("tokens")
-        if isinstance(given, list) and len(given) > most:
-            raise bad_field("tokens", f"at most {most} of them", len(given))
+        if isinstance(given, list) and len(given) > maximum:
+            raise bad_field("tokens", f"at most {maximum} of them", len(given))
         body = parse(TokensBody, data)
         check_model(body.model, self.model)
         if not all(0 <= token < vocab for token in body.tokens):

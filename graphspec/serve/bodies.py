@@ -15,7 +15,7 @@ from ..config.paths import refuse_constant
 from .errors import ApiError
 from .limits import ClientGone
 
-MOST_VALUES = 2**19
+MAX_VALUES = 2**19
 """Values of a body, where the context does not need more."""
 NESTED_SHARE = 4
 """Of this many values one may be a list or an object."""
@@ -25,25 +25,25 @@ SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """An escape that may be half of a character."""
 
 
-async def read_body(request: Request, most: int, seconds: float) -> bytes:
+async def read_body(request: Request, maximum: int, seconds: float) -> bytes:
     """The bytes of a request's body, which its headers say is JSON.
 
     Raises:
-        ApiError: 408, it took longer than ``seconds``; 413, it has more than ``most`` bytes; 415, the headers announce
+        ApiError: 408, it took longer than ``seconds``; 413, it has more than ``maximum`` bytes; 415, the headers announce
             something else.
         ClientGone: the client disconnected while sending.
     """
     _check_type(request.headers)
-    too_long = ApiError(413, f"expected a body of at most {most} bytes", code="body_too_large")
+    too_long = ApiError(413, f"expected a body of at most {maximum} bytes", code="body_too_large")
     length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length) > most:
+    if length.isdecimal() and int(length) > maximum:
         raise too_long
     body = bytearray()
     try:
         async with asyncio.timeout(seconds):
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > most:
+                if len(body) > maximum:
                     raise too_long
     except TimeoutError as error:
         raise ApiError(408, "the body did not come in time", code="timeout") from error
@@ -52,7 +52,7 @@ async def read_body(request: Request, most: int, seconds: float) -> bytes:
     return bytes(body)
 
 
-def parse_json(body: bytes, most_values: int) -> dict[str, Any]:
+def parse_json(body: bytes, max_values: int) -> dict[str, Any]:
     """The JSON object in a body.
 
     Values are counted first, which takes little time for each byte: the time that reading takes grows with their number, and meanwhile the
@@ -60,13 +60,13 @@ def parse_json(body: bytes, most_values: int) -> dict[str, Any]:
 
     Args:
         body: the bytes.
-        most_values: most numbers, texts, lists and objects in it, keys included.
+        max_values: most numbers, texts, lists and objects in it, keys included.
 
     Raises:
         ApiError: 400, it is not one, or has too many values.
     """
-    if len(body) > most_values // NESTED_SHARE:
-        _count_values(body, most_values)
+    if len(body) > max_values // NESTED_SHARE:
+        _count_values(body, max_values)
     try:
         data = json.loads(body.decode("utf-8"), parse_constant=refuse_constant)
         if SURROGATE.search(body):
@@ -79,7 +79,7 @@ def parse_json(body: bytes, most_values: int) -> dict[str, Any]:
     return data
 
 
-def _count_values(body: bytes, most: int) -> None:
+def _count_values(body: bytes, maximum: int) -> None:
     """Check how many values a body has, and how many of them are lists and objects, which cost several times as much as others.
 
     Raises:
@@ -88,12 +88,12 @@ def _count_values(body: bytes, most: int) -> None:
     # Without escapes, quotation marks begin and end texts.
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     texts = plain.count(b'"') // 2
-    if texts <= most:
+    if texts <= maximum:
         outside = b"".join(plain.split(b'"')[::2])
         nested = outside.count(b"[") + outside.count(b"{")
-        if nested + outside.count(b",") + outside.count(b":") <= most and nested <= most // NESTED_SHARE:
+        if nested + outside.count(b",") + outside.count(b":") <= maximum and nested <= maximum // NESTED_SHARE:
             return
-    expected = f"expected at most {most} values in a body, and at most {most // NESTED_SHARE} lists and objects"
+    expected = f"expected at most {maximum} values in a body, and at most {maximum // NESTED_SHARE} lists and objects"
     raise ApiError(400, expected, code="too_many_values")
 
 

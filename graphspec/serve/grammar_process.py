@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 GRAMMAR, QUESTION = b"g", b"q"
 """What a socket is handed over for: a grammar to try, or to learn whether the process answers."""
 LENGTH, SIZE = struct.Struct("=q"), struct.Struct("=q")
-MOST_MEMORY = 1 << 30
+MAX_MEMORY = 1 << 30
 """Bytes that compiling one grammar may take."""
 NICENESS = 10
 """Others go first where processors are short."""
@@ -87,7 +87,10 @@ def main() -> int:
 def _try(sock: socket.socket, compilers: dict[bool, GrammarCompiler]) -> None:
     """Compile one grammar, and answer with the bytes it takes; 0 where it is refused, whose reason is found again by the engine."""
     structured: Structured
-    structured, seconds = receive(sock)
+    try:
+        structured, seconds = receive(sock)
+    except EOFError:
+        return  # The client left before.
     signal.setitimer(signal.ITIMER_REAL, seconds)
     fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) | os.O_ASYNC)
@@ -95,8 +98,8 @@ def _try(sock: socket.socket, compilers: dict[bool, GrammarCompiler]) -> None:
     gone.register(sock, select.POLLHUP)
     if gone.poll(0):
         return
-    most = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize() + MOST_MEMORY
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    maximum = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize() + MAX_MEMORY
+    resource.setrlimit(resource.RLIMIT_DATA, (maximum, maximum))
     try:
         size = compile_grammar(compilers[structured.structural_tag is not None], structured).memory_size_bytes
     except RequestError as error:

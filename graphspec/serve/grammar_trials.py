@@ -25,12 +25,12 @@ from ..errors import CheckpointError, RequestError
 from ..text.schema_size import compile_steps
 from ..text.structured import KEY, Structured
 from .errors import busy
-from .grammar_process import GRAMMAR, MOST_MEMORY, QUESTION, SIZE, send
+from .grammar_process import GRAMMAR, MAX_MEMORY, QUESTION, SIZE, send
 from .limits import RETRY_SECONDS
 
 AT_ONCE = 2
 """Grammars that are tried at the same time; others wait, and their time has not begun."""
-MOST_STEPS = 1_000_000
+MAX_STEPS = 1_000_000
 """Of :func:`~graphspec.text.schema_size.compile_steps`: several times what any time limit in use allows."""
 REMEMBERED = 1024
 """Grammars that are known to pass."""
@@ -92,7 +92,7 @@ class GrammarTrials:
             self._passed.move_to_end(digest)
             return
         key, size = f"{KEY}.{structured.kind}", structured.size
-        if steps > MOST_STEPS:
+        if steps > MAX_STEPS:
             raise RequestError(key, "a schema with fewer optional properties: the work grows with the square of their number", size)
         if find_spec("xgrammar") is None:
             # The engine says so.
@@ -109,7 +109,7 @@ class GrammarTrials:
                 del self._waiting[digest], self._running[digest]
                 task.cancel()
         if not passed:
-            limits = f"server.grammar_seconds = {self._seconds:g} and {MOST_MEMORY >> 20} MiB"
+            limits = f"server.grammar_seconds = {self._seconds:g} and {MAX_MEMORY >> 20} MiB"
             raise RequestError(key, f"a grammar that compiles within {limits}", size)
         self._passed[digest] = None
         if len(self._passed) > REMEMBERED:
@@ -139,13 +139,20 @@ class GrammarTrials:
         """The process, which is started where there is none; None: the checkpoint has no tokenizer to compile for."""
         async with self._starting:
             if self._process is None or not self._process.alive:
-                engine = self._llm.llm
                 try:
-                    start = lambda: _Process(engine.grammars.vocabulary(lambda: engine.tokenizer))  # noqa: E731
-                    self._process = await self._llm.work(start, LONG_TEXT)
+                    await self._llm.work(self.start, LONG_TEXT)
                 except (CheckpointError, RequestError):
                     return None
             return self._process
+
+    def start(self) -> None:
+        """Start the process, which the first grammar does otherwise, and wait until it is ready.
+
+        Raises:
+            GraphspecError: the checkpoint has no tokenizer to compile for.
+        """
+        engine = self._llm.llm
+        self._process = _Process(engine.grammars.vocabulary(lambda: engine.tokenizer))
 
     def close(self) -> None:
         """End the process, and what is tried in it."""

@@ -79,9 +79,9 @@ def check_bounds(data: Mapping[str, Any], plan: Plan) -> None:
         if isinstance(value, str):
             texts = (value,)
         elif isinstance(value, list | dict):
-            most = max(bound.entries or 0, getattr(plan, bound.option) if bound.option else 0)
-            if len(value) > most:
-                raise bad_field(bound.field, f"at most {most} entries", len(value))
+            maximum = max(bound.entries or 0, getattr(plan, bound.option) if bound.option else 0)
+            if len(value) > maximum:
+                raise bad_field(bound.field, f"at most {maximum} entries", len(value))
             texts = [*value, *value.values()] if isinstance(value, dict) else value
         if bound.characters is not None:
             longest = max((len(text) for text in texts if isinstance(text, str)), default=0)
@@ -114,11 +114,11 @@ class Slots:
     """Slots for requests that run or wait.
 
     Args:
-        most: number of slots.
+        maximum: number of slots.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most, self.taken = most, 0
+    def __init__(self, maximum: int) -> None:
+        self.maximum, self.taken = maximum, 0
 
     @contextmanager
     def take(self, count: int) -> Iterator[None]:
@@ -127,9 +127,9 @@ class Slots:
         Raises:
             ApiError: 503, fewer are free now; 400, there are fewer in all.
         """
-        if count > self.most:
-            raise ApiError(400, f"expected at most {self.most} outputs in one request, found {count}", "n")
-        if self.taken + count > self.most:
+        if count > self.maximum:
+            raise ApiError(400, f"expected at most {self.maximum} outputs in one request, found {count}", "n")
+        if self.taken + count > self.maximum:
             raise busy(RETRY_SECONDS)
         self.taken += count
         try:

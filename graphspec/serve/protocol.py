@@ -177,18 +177,18 @@ class Body(Fields, ABC):
         return self.prompt_logprobs
 
     @abstractmethod
-    def new_tokens(self, most: int) -> int:
-        """The most new tokens of each output; ``most``: the server's limit."""
+    def new_tokens(self, maximum: int) -> int:
+        """The most new tokens of each output; ``maximum``: the server's limit."""
 
     def params(
-        self, most: int, defaults: SamplingDefaults, structured: Structured | None = None, kept: Sequence[str] = ()
+        self, maximum: int, defaults: SamplingDefaults, structured: Structured | None = None, kept: Sequence[str] = ()
     ) -> SamplingParams:
         """Sampling parameters of the request.
 
         Where it says nothing they are the checkpoint's, but a temperature only if the checkpoint is sampled: else that is OpenAI's default.
 
         Args:
-            most: the server's limit of new tokens.
+            maximum: the server's limit of new tokens.
             defaults: of the checkpoint.
             structured: format of its output; None: free.
             kept: special tokens that stay in its text.
@@ -196,9 +196,9 @@ class Body(Fields, ABC):
         Raises:
             RequestError: a value out of range.
         """
-        new = self.new_tokens(most)
-        if new > most:
-            raise RequestError("max_tokens", f"at most {most}", new)
+        new = self.new_tokens(maximum)
+        if new > maximum:
+            raise RequestError("max_tokens", f"at most {maximum}", new)
         given: dict[str, Any] = {name: value for name in PASSED_ON if (value := getattr(self, name)) is not None}
         given |= {
             "logprobs": self.alternatives,
@@ -232,8 +232,8 @@ class CompletionBody(Body):
     def alternatives(self) -> int | None:
         return self.logprobs
 
-    def new_tokens(self, most: int) -> int:
-        return min(COMPLETION_TOKENS, most) if self.max_tokens is None else self.max_tokens
+    def new_tokens(self, maximum: int) -> int:
+        return min(COMPLETION_TOKENS, maximum) if self.max_tokens is None else self.max_tokens
 
     def prompts(self, *, special_tokens_as_text: bool) -> list[Prompt]:
         """Its prompts, one or several.
@@ -279,9 +279,9 @@ class ChatBody(Body):
     def alternatives(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def new_tokens(self, most: int) -> int:
+    def new_tokens(self, maximum: int) -> int:
         wanted = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        return most if wanted is None else wanted
+        return maximum if wanted is None else wanted
 
 
 class TextBody(Fields):

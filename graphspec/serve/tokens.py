@@ -8,13 +8,13 @@ from typing import Any
 from ..engine.request import SamplingParams, TokenLogprob
 from ..text.tokenizer import Detokenizer, Tokenizer
 
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 """Log-probability of an impossible token in JSON, which has no infinity."""
 
 
 def finite(logprob: float) -> float:
-    """A log-probability for JSON: at least :data:`LEAST_LOGPROB`."""
-    return max(logprob, LEAST_LOGPROB)
+    """A log-probability for JSON: at least :data:`MIN_LOGPROB`."""
+    return max(logprob, MIN_LOGPROB)
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer, count: int) -> dict[str, Any]:

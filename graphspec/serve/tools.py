@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 BEGIN, END = "<tool_call>", "</tool_call>"
 CHOICES = ("none", "auto", "required")
 MARKS = (BEGIN, END)
-MOST_TOOLS = 128
+MAX_TOOLS = 128
 LOGGED = 80
 """Characters after a mark without an object that the log shortens."""
 
@@ -77,8 +77,8 @@ def read_tools(tools: object, choice: object, *, parallel: bool = True) -> Tools
         if choice not in (None, "none"):
             raise bad_field("tool_choice", "none without tools", "another choice")
         return Tools()
-    if not isinstance(tools, list) or len(tools) > MOST_TOOLS:
-        raise bad_field("tools", f"a list of at most {MOST_TOOLS} functions", "something else")
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        raise bad_field("tools", f"a list of at most {MAX_TOOLS} functions", "something else")
     for place, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         named = isinstance(function, dict) and isinstance(function.get("name"), str)

@@ -83,17 +83,17 @@ def longest_token(document: Mapping[str, Any]) -> int | None:
 
 def _shrinks(normalizer: Mapping[str, Any] | None) -> int | None:
     """The most bytes of a text for each byte of its normalised form; None: unknown."""
-    most = 1
+    maximum = 1
     for part in _parts(normalizer, "normalizers"):
         if part["type"] == "NFC":
-            most *= NFC_SHRINKS
+            maximum *= NFC_SHRINKS
         elif part["type"] == "Replace":
             pattern = part["pattern"].get("String")
             if pattern is None or len(part["content"].encode()) < len(pattern.encode()):
                 return None
         elif part["type"] not in ("Prepend", "ByteLevel"):
             return None
-    return most
+    return maximum
 
 
 def _parts(step: Mapping[str, Any] | None, name: str) -> Iterable[Mapping[str, Any]]:

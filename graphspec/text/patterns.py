@@ -20,7 +20,7 @@ from ..errors import RequestError
 
 Ranges = tuple[tuple[int, int], ...]
 """A set of characters: first and last code point of each run, in ascending order."""
-MOST = 0x10FFFF
+MAX = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
 NOT_AS_IT_IS: Ranges = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
 """What JSON writes as an escape: control characters, the quote and the backslash."""
@@ -39,7 +39,7 @@ _ANY_SPACE: Ranges = (
     (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF),
 )  # fmt: skip
 _LINE_ENDS: Ranges = ((10, 10), (13, 13), (0x2028, 0x2029))
-_BEYOND_ASCII = (0x80, MOST)
+_BEYOND_ASCII = (0x80, MAX)
 
 
 def _union(*sets: Iterable[tuple[int, int]]) -> Ranges:
@@ -54,7 +54,7 @@ def _union(*sets: Iterable[tuple[int, int]]) -> Ranges:
 
 def _without(*sets: Iterable[tuple[int, int]]) -> Ranges:
     """All characters but these; surrogates are none."""
-    edges = [(-1, -1), *_union(*sets, (SURROGATES,)), (MOST + 1, MOST + 1)]
+    edges = [(-1, -1), *_union(*sets, (SURROGATES,)), (MAX + 1, MAX + 1)]
     return tuple((one[1] + 1, other[0] - 1) for one, other in pairwise(edges) if one[1] + 1 < other[0])
 
 
@@ -65,7 +65,7 @@ def _minus(ranges: Ranges, others: Ranges) -> Ranges:
 @cache
 def _any_digit() -> Ranges:
     r"""Python's ``\d``."""
-    return _union((code, code) for code in range(MOST + 1) if unicodedata.category(chr(code)) == "Nd")
+    return _union((code, code) for code in range(MAX + 1) if unicodedata.category(chr(code)) == "Nd")
 
 
 def _escaped_class(letter: str) -> tuple[Ranges, Ranges] | None:
@@ -200,7 +200,7 @@ class _Parser:
 
     def _repeated(self) -> _Written:
         part = self._atom()
-        least, most, text = self._quantifier()
+        minimum, maximum, text = self._quantifier()
         if not text:
             return part
         if part.opens or part.closes:
@@ -208,10 +208,10 @@ class _Parser:
         if self._place < len(self._pattern) and (self._pattern[self._place] in "*+?" or self._quantifier()[2]):
             raise self._refused("one repetition of a part", "two of them")
         if part.never:
-            return part if least else _Written("", anchors=True)
+            return part if minimum else _Written("", anchors=True)
         if not part.text:
             return part
-        size = part.size * max(1, least, most or 0)
+        size = part.size * max(1, minimum, maximum or 0)
         if size > LARGEST:
             raise self._refused(f"at most {LARGEST} characters, repetitions written out", size)
         return _Written(part.text + text, size)
@@ -223,21 +223,21 @@ class _Parser:
         begin, character = self._place, self._pattern[self._place]
         if character in "*+?":
             self._place += 1
-            least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}[character]
-            found: tuple[int, int | None, str] = (least, most, character)
+            minimum, maximum = {"*": (0, None), "+": (1, None), "?": (0, 1)}[character]
+            found: tuple[int, int | None, str] = (minimum, maximum, character)
         elif character == "{":
             inside, closed, _ = self._pattern[begin + 1 :].partition("}")
-            least_text, comma, most_text = inside.partition(",")
-            numbers = all(text.isascii() and text.isdigit() and len(text) < 7 for text in (least_text, most_text or "0"))
+            min_text, comma, max_text = inside.partition(",")
+            numbers = all(text.isascii() and text.isdigit() and len(text) < 7 for text in (min_text, max_text or "0"))
             if not closed or not numbers:
                 if inside[:1].isdigit() or inside[:1] == ",":
                     raise self._refused("{n}, {n,} or {n,m}, or \\{", brief("{" + inside))
                 return 1, 1, ""
             self._place = begin + len(inside) + 2
-            upper = int(most_text) if most_text else None if comma else int(least_text)
-            if upper is not None and upper < int(least_text):
+            upper = int(max_text) if max_text else None if comma else int(min_text)
+            if upper is not None and upper < int(min_text):
                 raise self._refused("repetitions in ascending order", "{" + inside + "}")
-            found = (int(least_text), upper, "{" + inside + "}")
+            found = (int(min_text), upper, "{" + inside + "}")
         else:
             return 1, 1, ""
         if self._ahead("?"):
@@ -329,7 +329,7 @@ class _Parser:
             length = len(text) if closed else 0
             self._place += 2
         self._place += len(text)
-        if not 0 < len(text) == length < 8 or not _HEX.issuperset(text) or int(text, 16) > MOST:
+        if not 0 < len(text) == length < 8 or not _HEX.issuperset(text) or int(text, 16) > MAX:
             raise self._refused("hexadecimal digits after \\x or \\u", brief(text))
         return int(text, 16)
 

@@ -13,7 +13,7 @@ from ..config.checks import brief
 from ..errors import RequestError
 
 EXPECTED = "a reference to a part of the same schema: #, #/..., or # and the name of an $anchor"
-MOST_PARTS = 1000
+MAX_PARTS = 1000
 """Far above real use; xgrammar goes from one to the next by recursion."""
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 _DATA = frozenset(("const", "default", "enum", "example", "examples"))
@@ -68,8 +68,8 @@ class References:
         if found is self._root:
             return {"$ref": "#"}
         if id(found) not in self._names:
-            if len(self._names) == MOST_PARTS:
-                raise RequestError(key, f"at most {MOST_PARTS} parts that are referred to", "more")
+            if len(self._names) == MAX_PARTS:
+                raise RequestError(key, f"at most {MAX_PARTS} parts that are referred to", "more")
             self._names[id(found)] = name = f"part{len(self._names)}"
             self.targets.append((name, found))
         return {"$ref": f"#/$defs/{self._names[id(found)]}"}

@@ -1,4 +1,4 @@
-"""What a request's output must look like: a JSON schema, a regular expression, a grammar."""
+"""Structured output: JSON schema, regular expression, grammar."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from .tokenizer import check_text
 
 KINDS = ("json_schema", "json_object", "regex", "grammar", "structural_tag", "choice")
 KEY = "sampling.structured"
-MOST_TEXT = 1 << 20
+MAX_TEXT = 1 << 20
 """Characters of a grammar; far above real use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structured:
-    """The form of a whole output. Exactly one of the first six is set.
+    """A constraint on the whole output. Exactly one of the first six is set.
 
     Attributes:
-        json_schema: a JSON schema, as an object or its text. Kept as text.
+        json_schema: a JSON schema, as an object or as JSON text; stored as text.
         json_object: any JSON object.
-        regex: a regular expression that the whole output matches.
-        grammar: a grammar in EBNF, in the notation of llama.cpp's GBNF; its first rule is ``root``.
-        structural_tag: text that is free up to a trigger and follows a grammar from there, as an object or its JSON text. Kept as text.
-        choice: the output is one of these texts.
-        any_whitespace: JSON may have any white space between its parts; False: none but one space after ``:`` and ``,``.
+        regex: a regular expression that the whole output must match.
+        grammar: a grammar in llama.cpp's GBNF notation; the start rule is ``root``.
+        structural_tag: text that is free until a trigger and constrained after it, as an object or as JSON text; stored as text.
+        choice: the output is one of these strings.
+        any_whitespace: allow any whitespace between JSON tokens. False: only one space after ``:`` and ``,``.
 
     Raises:
         RequestError: none or several of the six, or a value of another type.
@@ -81,8 +81,8 @@ class Structured:
 
 
 def _check_text(key: str, text: str) -> None:
-    if not 0 < len(check_text(key, text)) <= MOST_TEXT:
-        raise RequestError(key, f"a text of 1 to {MOST_TEXT} characters", f"{len(text)} of them")
+    if not 0 < len(check_text(key, text)) <= MAX_TEXT:
+        raise RequestError(key, f"a text of 1 to {MAX_TEXT} characters", f"{len(text)} of them")
 
 
 def _as_json(key: str, value: Any, kinds: tuple[type, ...]) -> str:

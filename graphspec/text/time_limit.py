@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-MOST_CHECKS = 1_000_000
+MAX_CHECKS = 1_000_000
 """Steps of a loop, before each of which the interpreter raises what another thread sent; one is enough unless the code caught it."""
 
 
@@ -48,6 +48,6 @@ def time_limit(seconds: float) -> Iterator[None]:
         if late and not delivered:
             # It is on its way, and must not be raised later. It can't be taken back: Python 3.11 would look for it for ever, at every call.
             with suppress(LateError):
-                for _ in range(MOST_CHECKS):
+                for _ in range(MAX_CHECKS):
                     pass
             raise LateError

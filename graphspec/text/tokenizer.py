@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..config.checks import brief, typed
 from ..errors import CheckpointError, RequestError, spell_bytes
 from ..facts import read_tokenizer_config, special_token
-from ..facts.files import MOST_TOKENIZER, find_file, open_file
+from ..facts.files import MAX_TOKENIZER, find_file, open_file
 from .call_history import check_calls, render_calls
 from .hidden_texts import HiddenTexts
 from .spelling import UNKNOWN, Spelling
@@ -448,9 +448,9 @@ def _load(folder: Path) -> tuple[Library, Any]:
     file, expected = folder / "tokenizer.json", "tokenizer files (or pass token ids as prompts)"
     if find_file(file):
         with open_file(file) as stream:
-            data = stream.read(MOST_TOKENIZER + 1)
-        if len(data) > MOST_TOKENIZER:
-            raise CheckpointError(str(file), f"a json file of at most {spell_bytes(MOST_TOKENIZER)}", "a larger one")
+            data = stream.read(MAX_TOKENIZER + 1)
+        if len(data) > MAX_TOKENIZER:
+            raise CheckpointError(str(file), f"a json file of at most {spell_bytes(MAX_TOKENIZER)}", "a larger one")
         try:
             return Library.from_buffer(data), None
         except Exception as error:  # whatever the library raises, the file is at fault

@@ -186,8 +186,8 @@ def soft_cross_entropy(logits_MV: Tensor, soft_MV: Tensor) -> Tensor:
 
 
 def soft_targets(logits_MV: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the target's logits ``[M, V]``: its distribution over the drafted ids, float32 ``[M, Vd]``; the most likely of these, ``[M]``; and
-    whether no other id is more likely, bool ``[M]``.
+    """The target's distribution over the drafted ids, float32 ``[M, Vd]``; the most likely of these, ``[M]``; and whether no other id is
+    more likely, bool ``[M]``. Logits are ``[M, V]``.
     """
     drafted_MV = logits_MV if ids is None else logits_MV[:, ids]
     hard_M = drafted_MV.argmax(-1)

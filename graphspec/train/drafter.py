@@ -121,7 +121,7 @@ class Drafter(nn.Module):
 
     @property
     def facts(self) -> DraftFacts:
-        """Of the network."""
+        """Facts of the network."""
         return cast("DraftFacts", self.network.facts)
 
     @property
@@ -135,7 +135,7 @@ class Drafter(nn.Module):
         return self.facts.num_heads
 
     @property
-    def most_steps(self) -> int | None:
+    def max_steps(self) -> int | None:
         """The deepest it can draft; None: any depth."""
         return self.num_heads if self.num_heads > 1 else self.facts.max_steps
 

@@ -7,7 +7,7 @@ import sys
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 """Parameters of ``mallopt`` (malloc.h)."""
-MOST = 2**31 - 1
+MAX = 2**31 - 1
 PADDING = 2**28
 
 
@@ -20,5 +20,5 @@ def keep_freed_memory() -> None:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        for parameter, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, MOST), (M_TOP_PAD, PADDING)):
+        for parameter, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, MAX), (M_TOP_PAD, PADDING)):
             mallopt(parameter, value)

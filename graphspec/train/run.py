@@ -139,9 +139,9 @@ def _draft(
     export_draft(drafter, model, out, folder)
     # So does the engine that measures.
     model.to("cpu")
-    most = drafter.most_steps if drafter.most_steps is not None else max((s[0] for s in train.acceptance.shapes), default=0)
+    maximum = drafter.max_steps if drafter.max_steps is not None else max((s[0] for s in train.acceptance.shapes), default=0)
     # A network with one head per step drafts chains.
-    shapes = [s for s in train.acceptance.shapes if s[0] <= most and (drafter.num_heads == 1 or s[1] == 1)]
+    shapes = [s for s in train.acceptance.shapes if s[0] <= maximum and (drafter.num_heads == 1 or s[1] == 1)]
     measured = measure_acceptance(config, shapes, prompts, watch)
     data = streams.facts | ({"conversations": [_size(entry) for entry in gathered]} if gathered else {})
     return {"target": folder.name, "data": data, "training": figures, "acceptance": measured}

@@ -29,9 +29,9 @@ def most_frequent(stream: np.ndarray, vocab_size: int, size: int, always: Sequen
     Raises:
         ConfigError: ``size`` is not in ``1..vocab_size``, or too small for ``always``.
     """
-    least = max(1, len(set(always)))
-    if not least <= size <= vocab_size:
-        raise ConfigError("--size", f"{least}..{vocab_size}", size)
+    minimum = max(1, len(set(always)))
+    if not minimum <= size <= vocab_size:
+        raise ConfigError("--size", f"{minimum}..{vocab_size}", size)
     counts = np.bincount(stream, minlength=vocab_size)
     if len(counts) > vocab_size:
         raise ConfigError("--target", f"a tokenizer with ids below vocab_size = {vocab_size}", len(counts) - 1)

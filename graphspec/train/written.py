@@ -207,10 +207,10 @@ class Writer:
             if output.finish_reason == "stop" and not special and sensible_prompt(text, self.config.scripts) and known.add(text):
                 yield [{"role": "user", "content": text}]
 
-    def _params(self, piece: int, number: int, temperature: float, most: int) -> SamplingParams:
+    def _params(self, piece: int, number: int, temperature: float, maximum: int) -> SamplingParams:
         # One seed for each request, so that its text does not depend on what it shares a batch with.
         seed = (self.config.seed * 1_000_003 + piece) * 2 * self.size + number
-        return SamplingParams(max_tokens=most, temperature=temperature, seed=seed)
+        return SamplingParams(max_tokens=maximum, temperature=temperature, seed=seed)
 
     def _write(self, file: Path, conversations: Sequence[Messages], piece: int) -> list[dict[str, Any]]:
         """Answer the conversations of a piece."""

@@ -178,7 +178,7 @@ class GgufFile:
         self._orders[name] = torch.cat((torch.arange(tiles.before), tiles.before + rows))
 
     def names(self) -> list[str]:
-        """Of the tensors that are numbers."""
+        """Names of the tensors that are stored as floats."""
         return [name for name, (_, tensor) in self._tensors.items() if tensor.type in _FLOATS]
 
     def describe(self, name: str) -> tuple[tuple[int, ...], str]:

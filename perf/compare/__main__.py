@@ -19,7 +19,7 @@ from typing import Any
 from graphspec.errors import GraphspecError
 from graphspec.lab.measure.provenance import ROOT, provenance, write_jsonl
 from perf.compare.revisions import Checkout, RevisionProcess, checkouts
-from perf.compare.verdict import LEAST, UNEQUAL, Comparison
+from perf.compare.verdict import MIN, UNEQUAL, Comparison
 
 CHAIN = {"variant": "eagle3", "num_steps": 4, "topk": 1, "num_draft_tokens": 5}
 TREE = {"variant": "eagle3", "num_steps": 5, "topk": 4, "num_draft_tokens": 16}
@@ -47,7 +47,7 @@ class Job:
     starts: int = 3
     max_tokens: int = 64
     prompt_tokens: int = 384
-    least: float = LEAST
+    minimum: float = MIN
     threads: int | None = None
     workloads: list[str] = field(default_factory=lambda: list(WORKLOADS))
     repository: Path = ROOT
@@ -62,11 +62,11 @@ class Row:
     head: list[list[float]] = field(default_factory=list)
     tokens: list[Any] = field(default_factory=list)
 
-    def record(self, least: float) -> dict[str, Any]:
+    def record(self, minimum: float) -> dict[str, Any]:
         """The row as one line of a result file; without ratios where tokens differ."""
         equal = all(tokens == self.tokens[0] for tokens in self.tokens)
         ratios = [[h / b for b, h in zip(*start, strict=True)] for start in zip(self.base, self.head, strict=True)]
-        found = Comparison(ratios, equal, least)
+        found = Comparison(ratios, equal, minimum)
         figures = {"median": found.median, "p10": found.p10, "p90": found.p90} if equal else dict.fromkeys(("median", "p10", "p90"))
         rounds = len(found.pooled)
         times = {"base_seconds": self.base, "head_seconds": self.head}
@@ -129,7 +129,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Job, Path | None]:
     parser.add_argument("--starts", type=int, default=3, help="how often both processes are started")
     parser.add_argument("--max-tokens", type=int, default=64, help="new tokens per prompt of the decoding workloads")
     parser.add_argument("--prompt-tokens", type=int, default=384, help="of workload prefill")
-    parser.add_argument("--least", type=float, default=LEAST, help="share below which a difference is none")
+    parser.add_argument("--least", type=float, default=MIN, help="share below which a difference is none")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads of each process")
     parser.add_argument("--workloads", nargs="+", choices=tuple(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--repository", type=Path, default=ROOT, help="whose revisions; default this one")
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         with checkouts(job.repository, job.base, job.head) as pair:
-            records = [row.record(job.least) for row in measure(job, pair)]
+            records = [row.record(job.minimum) for row in measure(job, pair)]
     except GraphspecError as error:
         raise SystemExit(str(error)) from error
     except KeyboardInterrupt:

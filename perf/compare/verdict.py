@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LEAST = 0.03
+MIN = 0.03
 """Smallest share that counts as a difference, however steady: two processes of the same code may differ by less."""
 FEWEST_STARTS, FEWEST_ROUNDS = 2, 10
 """With fewer, all rounds may be on one side by chance."""
@@ -36,12 +36,12 @@ class Comparison:
     Attributes:
         ratios: time of HEAD over time of BASE: per start of the two processes, a list with a ratio per round.
         equal: whether both sides gave the same tokens in every round.
-        least: smallest share that counts as a difference.
+        minimum: smallest share that counts as a difference.
     """
 
     ratios: Sequence[Sequence[float]]
     equal: bool = True
-    least: float = LEAST
+    minimum: float = MIN
 
     @property
     def pooled(self) -> list[float]:
@@ -62,12 +62,12 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """``faster`` or ``slower`` only if the spread excludes 1, the difference is at least ``least``, and all starts agree."""
+        """``faster`` or ``slower`` only if the spread excludes 1, the difference is at least ``minimum``, and all starts agree."""
         if not self.equal:
             return UNEQUAL
         starts = [statistics.median(start) for start in self.ratios]
-        faster = self.p90 < 1 and self.median < 1 - self.least and max(starts) < 1 - self.least / 2
-        slower = self.p10 > 1 and self.median > 1 + self.least and min(starts) > 1 + self.least / 2
+        faster = self.p90 < 1 and self.median < 1 - self.minimum and max(starts) < 1 - self.minimum / 2
+        slower = self.p10 > 1 and self.median > 1 + self.minimum and min(starts) > 1 + self.minimum / 2
         if not (faster or slower):
             return SAME
         if len(starts) < FEWEST_STARTS or len(self.pooled) < FEWEST_ROUNDS:

@@ -16,14 +16,14 @@ class Part:
 
     Attributes:
         name: in ``--only`` and in result files.
-        most: most seconds that it may take; unused ones are left to later parts.
-        least: seconds that are reserved for it.
+        maximum: most seconds that it may take; unused ones are left to later parts.
+        minimum: seconds that are reserved for it.
         about: description for ``--help`` and the output.
     """
 
     name: str
-    most: float
-    least: float
+    maximum: float
+    minimum: float
     about: str
 
 
@@ -57,7 +57,7 @@ def all_parts() -> tuple[Part, ...]:
 
 def needed(parts: Sequence[Part]) -> float:
     """The fewest minutes in which every one of ``parts`` gets its least."""
-    return sum(part.least + GAP for part in parts) / 60
+    return sum(part.minimum + GAP for part in parts) / 60
 
 
 def allowed(parts: Sequence[Part], name: str, elapsed: float, minutes: float) -> float:
@@ -70,5 +70,5 @@ def allowed(parts: Sequence[Part], name: str, elapsed: float, minutes: float) ->
         minutes: for the whole call, at least :func:`needed`.
     """
     place = next(number for number, part in enumerate(parts) if part.name == name)
-    kept = sum(part.least + GAP for part in parts[place + 1 :])
-    return max(0.0, min(parts[place].most, 60 * minutes - elapsed - kept))
+    kept = sum(part.minimum + GAP for part in parts[place + 1 :])
+    return max(0.0, min(parts[place].maximum, 60 * minutes - elapsed - kept))

@@ -34,7 +34,7 @@ EARLY = (*ESSENTIAL, "engine-classes")
 """What runs before anything is measured, with the kernels."""
 MANY_PROGRAMS = ("engine-classes", "engine-defaults")
 """Probes whose Triton kernels are compiled by several processes; the others have one core each."""
-LEAST = {"engine-defaults": 150.0}
+MIN = {"engine-defaults": 150.0}
 """Seconds without which a probe is not started, where :data:`SHORTEST` are too few: it compiles every program of an engine on one core."""
 KERNEL = "kernel-"
 """Prefix of the names of probes of single kernels."""
@@ -255,7 +255,7 @@ def attempt(name: str, ends: float) -> dict[str, Any]:
     """
     began, record = time.monotonic(), {"kind": "probe", "name": name}
     seconds = ends - began
-    if seconds < LEAST.get(name, SHORTEST):
+    if seconds < MIN.get(name, SHORTEST):
         return {**record, "outcome": "not_run", "seconds": 0.0, "message": "the seconds for all probes were over"}
     threads = "4" if name in MANY_PROGRAMS else "1"
     environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": threads, "PYTHONFAULTHANDLER": "1"}

@@ -103,7 +103,7 @@ class FakeLLM:
         for i, piece in enumerate(("one ", "[bold]two")):
             yield StreamEvent(index=0, text=piece, token_ids=[5 + i], finished=i == 1)
 
-    memory = MemoryPlan((MemoryLine("KV pools", 96 * 1024),), 1024**2, 0.5, page_bytes=1024, page_size=16, num_pages=96, least_pages=2)
+    memory = MemoryPlan((MemoryLine("KV pools", 96 * 1024),), 1024**2, 0.5, page_bytes=1024, page_size=16, num_pages=96, min_pages=2)
 
     def capture_report(self):
         return [CaptureRecord("cycle of 2 lanes", 1.5), CaptureRecord("cycle of 1 lanes", 0.5, 0.25, 2048)]

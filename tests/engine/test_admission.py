@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphspec.api.arguments import set_call_options
-from graphspec.engine.admission import LOOK_AHEAD, MOST_OUTRANKED, MOST_OVERTAKEN, Queue
+from graphspec.engine.admission import LOOK_AHEAD, MAX_OUTRANKED, MAX_OVERTAKEN, Queue
 from graphspec.engine.request import NO_ROW, Request, SamplingParams
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import RequestError, ResourceError
@@ -71,7 +71,7 @@ def test_a_request_is_overtaken_a_limited_number_of_times(seed: int, places: int
         if held:
             free += len(held.pop(rng.randrange(len(held))).prompt)
     assert not queue.requests and len(served) == arrivals
-    assert max(overtaken.values(), default=0) <= MOST_OVERTAKEN
+    assert max(overtaken.values(), default=0) <= MAX_OVERTAKEN
 
 
 def give_a_row(queue: Queue) -> Request:
@@ -114,12 +114,12 @@ def test_priorities_starve_nobody(seed: int, waiting: int) -> None:
         while len(queue.requests) < waiting + 5:
             add(-rng.randrange(1, 4))
         noted(give_a_row(queue))
-    assert all(later[one] <= (older[one] + 1) * MOST_OUTRANKED for one in older if one not in queue)
+    assert all(later[one] <= (older[one] + 1) * MAX_OUTRANKED for one in older if one not in queue)
 
 
 def test_three_callers_in_a_hurry_let_the_others_through() -> None:
     """One row, and always three urgent requests that wait: one without priority gets it after a known number of them, for good."""
-    count = 3 * MOST_OUTRANKED
+    count = 3 * MAX_OUTRANKED
     case = Case(two_rows(max_rows=1, buckets=[1]), seed=0, count=count + 1, longest=4, budget=3, ends=False)
     patient, *urgent = case.requests
     case.scheduler.add(urgent.pop(0))
@@ -131,7 +131,7 @@ def test_three_callers_in_a_hurry_let_the_others_through() -> None:
         while urgent and len(case.scheduler.waiting.requests) < 4:
             case.scheduler.add(urgent.pop(0))
         ended += [one for one in case.scheduler.step() if one.finish_reason is not None]
-    assert ended.index(patient) <= MOST_OUTRANKED + 1
+    assert ended.index(patient) <= MAX_OUTRANKED + 1
     assert patient.priority == -1, "a row that is admitted so is not the first to be sent back"
     while case.scheduler.busy:
         case.scheduler.step()
@@ -146,7 +146,7 @@ def test_priorities_hold_however_many_wait() -> None:
     for arrival in range(500, 500 + urgent):
         queue.add(request(arrival, priority=-1))
         served.append(give_a_row(queue))
-    assert [one.arrival for one in served if one.arrival < 500] == list(range(urgent // (MOST_OUTRANKED + 1)))
+    assert [one.arrival for one in served if one.arrival < 500] == list(range(urgent // (MAX_OUTRANKED + 1)))
 
 
 def test_a_small_request_does_not_wait_for_pages_that_a_large_one_lacks() -> None:

@@ -63,10 +63,10 @@ class Arithmetic:
         self.output = list(output)
         return all(output[place] in self.allowed(output[:place]) for place in range(len(output)))
 
-    def forced(self, most: int) -> list[int]:
+    def forced(self, maximum: int) -> list[int]:
         self._spend(FORCED)
         run: list[int] = []
-        while len(run) < most and len(found := self.allowed([*self.output, *run])) == 1:
+        while len(run) < maximum and len(found := self.allowed([*self.output, *run])) == 1:
             run += found
         return run
 

@@ -44,11 +44,11 @@ def random_pattern(rng: random.Random, depth: int = 2) -> str:
     return random_pattern(rng, depth - 1) + random_pattern(rng, depth - 1)
 
 
-def walk(grammar: xgrammar.CompiledGrammar, rng: random.Random, most: int = 40) -> str | None:
+def walk(grammar: xgrammar.CompiledGrammar, rng: random.Random, maximum: int = 40) -> str | None:
     """A random output that is complete; None: it was not, after so many tokens."""
     matcher = xgrammar.GrammarMatcher(grammar, override_stop_tokens=[END])
     mask, text = xgrammar.allocate_token_bitmask(1, len(TEXTS)), ""
-    for _ in range(most):
+    for _ in range(maximum):
         matcher.fill_next_token_bitmask(mask)
         bits = [token for token in range(len(TEXTS)) if int(mask[0, token // 32]) & 0xFFFFFFFF & 1 << token % 32]
         assert bits, "an output that can't be continued or ended"

@@ -17,7 +17,7 @@ from graphspec.engine.request import Request
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import ConfigError
 from graphspec.graphs.programs import PrefillKey, tokens_of
-from graphspec.shapes import GREEDY, MOST_PADDING, SAMPLED, GraphKey
+from graphspec.shapes import GREEDY, MAX_PADDING, SAMPLED, GraphKey
 from tests.drafters.test_mtp_engine import counting_head, counting_target
 from tests.support.chunking import chunked
 from tests.support.engines import CHAIN, TREE, mirror_pair
@@ -26,7 +26,7 @@ from tests.support.plans import model_facts
 from tests.support.plans import plan as make
 
 from .test_run_ahead import TimedDevice, Times
-from .test_scheduler import MOST_STEPS, Case
+from .test_scheduler import MAX_STEPS, Case
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 CHUNKS = (16, 64, 256)
 PER_TOKEN = 0.01
 CYCLE = 1.0
-LENGTHS, MOST_TOKENS = (1, 3, 4, 5, 8, 15, 16, 17, 33), 18
+LENGTHS, MAX_TOKENS = (1, 3, 4, 5, 8, 15, 16, 17, 33), 18
 
 
 class PacedDevice(TimedDevice):
@@ -92,18 +92,18 @@ def test_a_running_row_waits_for_one_chunk_at_most(cycles_in_flight: int, budget
         case.scheduler.step()
         steps += 1
     assert all(len(request.output) == request.budget for request in case.requests)
-    most = plan.prefill_tokens_per_cycle
-    assert most == (budget or 256) and max(device.prompt_tokens) <= most
+    maximum = plan.prefill_tokens_per_cycle
+    assert maximum == (budget or 256) and max(device.prompt_tokens) <= maximum
     ends = device.ends[0]
     gaps = [later - earlier for earlier, later in pairwise(ends)]
-    assert max(gaps) <= 2 * CYCLE + most * PER_TOKEN
-    assert sum(gap > CYCLE + 0.3 for gap in gaps) >= 8 * 1000 // most, "prompts were read between this row's cycles"
+    assert max(gaps) <= 2 * CYCLE + maximum * PER_TOKEN
+    assert sum(gap > CYCLE + 0.3 for gap in gaps) >= 8 * 1000 // maximum, "prompts were read between this row's cycles"
     if cycles_in_flight > 1:
         assert max(device.idle[cycles_in_flight:]) == 0.0, "prompts keep the device as busy as cycles do"
 
 
-@pytest.mark.parametrize(("budget", "most"), [(None, 1), (256, 1), (1024, 4)])
-def test_chunks_before_a_cycle_take_no_longer_than_one_of_their_budget(budget: int | None, most: int) -> None:
+@pytest.mark.parametrize(("budget", "maximum"), [(None, 1), (256, 1), (1024, 4)])
+def test_chunks_before_a_cycle_take_no_longer_than_one_of_their_budget(budget: int | None, maximum: int) -> None:
     """Prompts that leave room in the budget arrive together while a row decodes: a launch costs the weights, however little it reads."""
     runtime = {
         "name": "eager", "max_rows": 9, "buckets": [16], "prefill_chunks": list(CHUNKS), "prefill_lanes": 1,
@@ -123,9 +123,9 @@ def test_chunks_before_a_cycle_take_no_longer_than_one_of_their_budget(budget: i
     while case.scheduler.busy:
         case.scheduler.step()
     while_decoding = device.prompt_launches[1:]
-    assert max(while_decoding) == most and sum(while_decoding) >= 8
+    assert max(while_decoding) == maximum and sum(while_decoding) >= 8
     for launches, tokens in zip(while_decoding, device.prompt_tokens[1:], strict=True):
-        assert not launches or tokens + (launches - 1) * MOST_PADDING <= (budget or 256)
+        assert not launches or tokens + (launches - 1) * MAX_PADDING <= (budget or 256)
 
 
 def test_the_budget_holds_at_least_one_chunk() -> None:
@@ -142,7 +142,7 @@ def test_chunks_end_where_they_end_in_a_prompt_that_is_read_whole(pages: int, le
     ends = [begin + length for begin, length in chunked(start, total, sizes)]
     assert ends[-1] == total
     assert all(end % sizes[0] == 0 for end in ends[:-1])
-    if sizes[-1] <= MOST_PADDING:
+    if sizes[-1] <= MAX_PADDING:
         whole = [begin + length for begin, length in chunked(0, total, sizes)]
         assert ends == [end for end in whole if end > start]
 
@@ -155,7 +155,7 @@ def keys(lanes: int, sampling: Any = GREEDY) -> list[PrefillKey]:
 
 
 @pytest.mark.parametrize(
-    ("left", "most", "expected"),
+    ("left", "maximum", "expected"),
     [
         ([9], 256, ((1, 16), [9])),
         ([9, 12, 3], 256, ((4, 16), [9, 12, 3])),
@@ -167,8 +167,8 @@ def keys(lanes: int, sampling: Any = GREEDY) -> list[PrefillKey]:
         ([9], 15, None),
     ],
 )
-def test_short_prompts_share_a_launch_and_long_ones_fill_theirs(left: list[int], most: int, expected: Any) -> None:
-    chosen = choose_prefill([(0, tokens) for tokens in left], keys(4), most)
+def test_short_prompts_share_a_launch_and_long_ones_fill_theirs(left: list[int], maximum: int, expected: Any) -> None:
+    chosen = choose_prefill([(0, tokens) for tokens in left], keys(4), maximum)
     found = None if chosen is None else ((chosen[0].lanes, chosen[0].chunk), chosen[1])
     assert found == expected
 
@@ -204,7 +204,7 @@ def run(llm: LLM, requests: list[Request], rng: random.Random, *, budget: int, p
         scheduler.add_programs(sampling, plan.buckets, llm.cycle.prefills(sampling))
     scheduler.allocator.allocate(max(0, scheduler.allocator.num_free - pages))
     waiting = list(requests)
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         while waiting and rng.random() < 0.6:
             scheduler.add(waiting.pop(0))
         if scheduler.live and rng.random() < aborts:
@@ -213,7 +213,7 @@ def run(llm: LLM, requests: list[Request], rng: random.Random, *, budget: int, p
         if not waiting and not scheduler.busy:
             break
     else:
-        pytest.fail(f"no end after {MOST_STEPS} steps")
+        pytest.fail(f"no end after {MAX_STEPS} steps")
     assert llm.cycle.in_flight == 0 and scheduler.allocator.num_free == min(pages, plan.num_pages - 1)
 
 
@@ -222,7 +222,7 @@ def requests_of(llm: LLM, rng: random.Random, count: int, *, growing: bool) -> l
     for index in range(count):
         length = rng.choice(LENGTHS[:4] if growing else LENGTHS)
         temperature = rng.choice([0.0, 0.0, 0.8])
-        params = SamplingParams(max_tokens=MOST_TOKENS if growing else rng.randint(1, MOST_TOKENS), temperature=temperature, seed=index)
+        params = SamplingParams(max_tokens=MAX_TOKENS if growing else rng.randint(1, MAX_TOKENS), temperature=temperature, seed=index)
         prompt = [rng.randrange(llm.plan.target.vocab_size - 1) for _ in range(length)]
         made.append(Request(index, prompt, params, (), params.max_tokens, priority=rng.choice([0, 0, 1])))
     return made
@@ -236,7 +236,7 @@ def again(request: Request) -> Request:
 def test_no_interleaving_changes_a_token(engines: dict[str, LLM], name: str) -> None:
     """Each request has the tokens it has alone, and, where it never left its row, the same number of them from every cycle."""
     llm, shared = engines[name], 0
-    least = llm.plan.pages_for(max(LENGTHS) + MOST_TOKENS + llm.plan.window_width)
+    minimum = llm.plan.pages_for(max(LENGTHS) + MAX_TOKENS + llm.plan.window_width)
     launch = llm.cycle.launch
 
     def counting(key: Key, message: Message) -> int:
@@ -247,7 +247,7 @@ def test_no_interleaving_changes_a_token(engines: dict[str, LLM], name: str) -> 
     def check(seed: int) -> int:
         rng = random.Random(seed)
         requests = requests_of(llm, rng, 6, growing=seed == 1)
-        budget, pages = (4, 17, 32)[seed], (1000, least, least)[seed]
+        budget, pages = (4, 17, 32)[seed], (1000, minimum, minimum)[seed]
         run(llm, requests, rng, budget=budget, pages=pages, aborts=(0.0, 0.0, 0.1)[seed])
         for request in requests:
             alone = again(request)
@@ -270,13 +270,13 @@ def test_no_interleaving_changes_a_token(engines: dict[str, LLM], name: str) -> 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 300)), min_size=1, max_size=6), st.integers(1, 300))
-def test_a_launch_is_within_its_limit_and_reads_something_of_every_lane(prompts: list[tuple[int, int]], most: int) -> None:
+def test_a_launch_is_within_its_limit_and_reads_something_of_every_lane(prompts: list[tuple[int, int]], maximum: int) -> None:
     ranges = [(start, start + left) for start, left in prompts]
-    chosen = choose_prefill(ranges, keys(4), most)
-    assert (chosen is None) == (most < CHUNKS[0])
+    chosen = choose_prefill(ranges, keys(4), maximum)
+    assert (chosen is None) == (maximum < CHUNKS[0])
     if chosen is not None:
         key, lengths = chosen
-        assert tokens_of(key) <= most and 1 <= len(lengths) <= min(key.lanes, len(ranges))
+        assert tokens_of(key) <= maximum and 1 <= len(lengths) <= min(key.lanes, len(ranges))
         for (start, total), length in zip(ranges, lengths, strict=False):
             assert 1 <= length <= min(key.chunk, total - start)
             assert length == next_chunk(start, total, (key.chunk,)) or key.lanes == 1

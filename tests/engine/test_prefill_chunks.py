@@ -19,7 +19,7 @@ from graphspec.graphs.memory import GIB, fit_memory, plan_memory
 from graphspec.graphs.programs import PrefillKey
 from graphspec.graphs.stages.mailbox import Chunk, MailLayout, Message
 from graphspec.plan.plan import make_plan
-from graphspec.shapes import CHUNKS, GREEDY, MOST_PADDING, pick_bucket, prefill_chunks
+from graphspec.shapes import CHUNKS, GREEDY, MAX_PADDING, pick_bucket, prefill_chunks
 from tests.graphs.test_capture import make_cycle
 from tests.graphs.test_capture import make_plan as captured_plan
 from tests.support.chunking import chunked
@@ -50,7 +50,7 @@ def test_chunks_cover_a_prompt_once_with_little_padding(length: int, sizes: tupl
     assert sum(part for _, part in chunks) == length
     for _, part in chunks:
         padding = pick_bucket(sizes, part) - part
-        assert padding < MOST_PADDING or part < sizes[0]
+        assert padding < MAX_PADDING or part < sizes[0]
 
 
 @given(st.integers(1, 9000), st.integers(0, 40), st.sampled_from([GPU, GPU[:-1], (16, 64, 256)]))

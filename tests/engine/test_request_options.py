@@ -97,8 +97,8 @@ def test_a_changing_depth_learns_from_rows_that_could_go_as_deep(pair: Pair) -> 
 
 
 def test_a_depth_beyond_the_engines_is_refused(pair: Pair) -> None:
-    for shape, most in ((PLAIN, 0), (CHAIN, 4)):
-        with pytest.raises(RequestError, match=f"^sampling.num_steps: expected None, or 0 to variant.num_steps = {most}, found 5"):
+    for shape, maximum in ((PLAIN, 0), (CHAIN, 4)):
+        with pytest.raises(RequestError, match=f"^sampling.num_steps: expected None, or 0 to variant.num_steps = {maximum}, found 5"):
             pair.llm(**shape).generate([1], SamplingParams(num_steps=5))
 
 

@@ -26,7 +26,7 @@ from graphspec.shapes import GraphKey
 from tests.support.engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts, watch_schedulers
 from tests.support.plans import plan as make
 
-from .test_scheduler import MOST_STEPS, Case, Device
+from .test_scheduler import MAX_STEPS, Case, Device
 
 
 @dataclass
@@ -182,7 +182,7 @@ def traffic(cycles_in_flight: int, times: Times) -> tuple[Case, TimedDevice]:
     runtime = {"name": "eager", "max_rows": 4, "page_size": 4, "cycles_in_flight": cycles_in_flight, "prefill_chunks": [4, 8]}
     case = Case(make("none", runtime=runtime, max_context=60), 5, count=16, longest=30, budget=25, ends=True)
     device, scheduler, coming = timed(case, times), case.scheduler, list(case.requests)
-    for step in range(MOST_STEPS):
+    for step in range(MAX_STEPS):
         # A row that has ended is free once the last launch that names it was read.
         if coming and (step % 5 == 0 or len(scheduler.live) < 3) and len(scheduler._free_rows) > len(scheduler.waiting.requests):
             scheduler.add(coming.pop())

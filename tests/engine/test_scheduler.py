@@ -27,7 +27,7 @@ from tests.support.plans import plan as make
 
 STOP, BROKEN = 1, -7
 """A stop id, and a place where the target's logits break."""
-MOST_STEPS = 3000
+MAX_STEPS = 3000
 
 
 class Pool:
@@ -222,8 +222,8 @@ class Case:
             if ends and rng.random() < 0.6:
                 script[rng.randrange(budget)] = rng.choice([STOP, STOP, BROKEN])
             params = SamplingParams(max_tokens=rng.randint(1, budget), seed=len(prompts))
-            most = min(params.max_tokens, plan.max_context - len(prompt))
-            self.requests.append(Request(index=len(prompts), prompt=prompt, params=params, stop_ids=(STOP,), budget=most))
+            maximum = min(params.max_tokens, plan.max_context - len(prompt))
+            self.requests.append(Request(index=len(prompts), prompt=prompt, params=params, stop_ids=(STOP,), budget=maximum))
             prompts.append(prompt)
             scripts.append(script)
         self.device = Device(plan, prompts, scripts, rng)
@@ -235,7 +235,7 @@ class Case:
         waiting = list(self.requests)
         seen = dict.fromkeys(self.requests, 0)
         ended: list[Request] = []
-        for _ in range(MOST_STEPS):
+        for _ in range(MAX_STEPS):
             while waiting and self.rng.random() < 0.7:
                 self.scheduler.add(waiting.pop(0))
             added = self.requests[: len(self.requests) - len(waiting)]
@@ -250,7 +250,7 @@ class Case:
             if not waiting and not self.scheduler.busy:
                 break
         else:
-            pytest.fail(f"no end after {MOST_STEPS} steps")
+            pytest.fail(f"no end after {MAX_STEPS} steps")
         self.check(ended)
 
     def check(self, ended: list[Request]) -> None:
@@ -286,8 +286,8 @@ def cases(draw: st.DrawFn, tight: bool = False) -> Case:
     runtime = {"name": "eager", "max_rows": rows, "page_size": page_size, "cycles_in_flight": run_ahead + 1, "prefill_chunks": [4, 8]}
     roomy = make("eagle3" if shape else "none", shape=shape, runtime=runtime)
     if tight:
-        least = roomy.pages_for(4 + roomy.tokens_in_flight)
-        runtime["num_pages"] = least + draw(st.integers(0, roomy.pages_for(40)))
+        minimum = roomy.pages_for(4 + roomy.tokens_in_flight)
+        runtime["num_pages"] = minimum + draw(st.integers(0, roomy.pages_for(40)))
     plan = make("eagle3" if shape else "none", shape=shape, runtime=runtime)
     count, longest, budget = draw(st.integers(1, 7)), draw(st.integers(1, 24)), draw(st.integers(1, 40))
     return Case(plan, draw(st.integers(0, 2**16)), count, longest, budget, draw(st.booleans()))
@@ -343,12 +343,12 @@ def test_no_cycle_for_requests_that_end_in_prefill() -> None:
 def test_launches_run_ahead_of_what_was_read(run_ahead: int) -> None:
     case = Case(two_rows(cycles_in_flight=run_ahead + 1), seed=3, count=1, longest=4, budget=12, ends=False)
     case.requests[0].budget = 12
-    most = 0
+    maximum = 0
     case.scheduler.add(case.requests[0])
     while case.scheduler.busy:
         case.scheduler.step()
-        most = max(most, case.device.in_flight)
-    assert most == run_ahead
+        maximum = max(maximum, case.device.in_flight)
+    assert maximum == run_ahead
     assert case.device.inert_lanes == run_ahead, "as many cycles as were queued when the row ended"
 
 

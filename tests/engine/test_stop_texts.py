@@ -96,8 +96,8 @@ def test_the_work_does_not_grow_with_the_number_of_stop_texts() -> None:
     st.integers(0, 4),
     st.lists(st.integers(1, 4), min_size=12, max_size=12),
 )
-def test_text_up_to_the_first_stop_text(tokens: list[int], stops: list[str], include: bool, least: int, sizes: list[int]) -> None:
-    params = SamplingParams(stop=stops, include_stop_str_in_output=include, min_tokens=least)
+def test_text_up_to_the_first_stop_text(tokens: list[int], stops: list[str], include: bool, minimum: int, sizes: list[int]) -> None:
+    params = SamplingParams(stop=stops, include_stop_str_in_output=include, min_tokens=minimum)
     expected, count, stop = stopped(tokens, params)
     text = OutputText(Syllables(), params)  # type: ignore[arg-type]
     check = StopCheck(lambda: OutputText(Syllables(), params))  # type: ignore[arg-type]

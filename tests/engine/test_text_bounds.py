@@ -65,11 +65,11 @@ def test_a_form_of_unicode_shrinks_no_further() -> None:
         parts = unicodedata.normalize("NFD", character)
         if len(parts) == 1:
             spelling[parts] = max(spelling.get(parts, 0), len(character.encode()))
-    most = max(
+    maximum = max(
         sum(spelling[part] for part in unicodedata.normalize("NFD", character)) / len(unicodedata.normalize("NFC", character).encode())
         for character in characters
     )
-    assert most <= NFC_SHRINKS
+    assert maximum <= NFC_SHRINKS
 
 
 @pytest.mark.parametrize(

@@ -50,21 +50,21 @@ def values() -> list[Any]:
     ]  # fmt: skip
 
 
-def is_whole(value: Any, least: float = -INF, most: float = INF) -> bool:
+def is_whole(value: Any, minimum: float = -INF, maximum: float = INF) -> bool:
     number = int(value) if isinstance(value, np.integer) else value
-    return type(number) is int and least <= number <= most
+    return type(number) is int and minimum <= number <= maximum
 
 
-def is_real(value: Any, least: float, most: float) -> bool:
+def is_real(value: Any, minimum: float, maximum: float) -> bool:
     number = float(value) if isinstance(value, np.floating) else value
-    return (is_whole(number) or type(number) is float) and least <= number <= most
+    return (is_whole(number) or type(number) is float) and minimum <= number <= maximum
 
 
-def is_whole_list(value: Any, least: float = 0, most: float = MIRROR_VOCAB - 1) -> bool:
+def is_whole_list(value: Any, minimum: float = 0, maximum: float = MIRROR_VOCAB - 1) -> bool:
     """Ids that the vocabulary has, in something that keeps them in order."""
     if isinstance(value, np.ndarray | torch.Tensor):
         value = value.tolist() if value.ndim == 1 else None
-    return isinstance(value, list | tuple | range | UserList) and all(is_whole(entry, least, most) for entry in value)
+    return isinstance(value, list | tuple | range | UserList) and all(is_whole(entry, minimum, maximum) for entry in value)
 
 
 def is_bias(value: Any) -> bool:
@@ -90,11 +90,11 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
 """Field of ``SamplingParams`` to whether a value may be taken."""
 
 
-def _sizes(value: Any, most: int) -> bool:
+def _sizes(value: Any, maximum: int) -> bool:
     return (
         isinstance(value, list | tuple)
         and len(value) > 0
-        and all(is_whole(v, 1, most) for v in value)
+        and all(is_whole(v, 1, maximum) for v in value)
         and sorted(set(value)) == list(value)
     )
 

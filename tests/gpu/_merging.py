@@ -23,7 +23,7 @@ from graphspec.kernels.linear.fused.linear import fused_linear
 Case = dict[str, Any]
 VOCAB, DRAFT_VOCAB, CONTEXT, PAGE = 128256, 32000, 4096, 16
 GIB = 1 << 30
-MOST_BYTES = 2 * GIB
+MAX_BYTES = 2 * GIB
 """Of all calls of one batch size, arguments and scratch, on a GPU that a dozen test processes share."""
 COUNTS = ("splits", "parts", "programs", "SPLITS")
 """What launchers call the number of programs that share a result."""
@@ -46,14 +46,14 @@ class Merging:
         function: the fused op.
         make: its arguments, on a device.
         mutates: groups of arguments it writes.
-        least: programs that share a result, at least.
+        minimum: programs that share a result, at least.
     """
 
     name: str
     function: Callable[..., Any]
     make: Callable[[str], Case]
     mutates: tuple[str, ...] = ()
-    least: int = 2
+    minimum: int = 2
 
     def outputs(self, case: Case) -> list[Tensor]:
         """Results of one launch, and what it has written, into copies."""
@@ -248,8 +248,8 @@ def merging_calls(lanes: int) -> list[Merging]:
         Merging("draft_topk", fused("draft_topk"), _ranked(lanes, 1, DRAFT_VOCAB, 8)),
         Merging("draft_topk, whole vocabulary", fused("draft_topk"), _ranked(lanes, 4, VOCAB, 8)),
         Merging("shard_topk", fused("shard_topk"), _shard(lanes, rows, 8)),
-        Merging("tree_attention", fused("tree_attention"), _attended(lanes, tokens), least=4),
-        Merging("tree_attention, one token", fused("tree_attention"), _attended(lanes, 1), least=4),
+        Merging("tree_attention", fused("tree_attention"), _attended(lanes, tokens), minimum=4),
+        Merging("tree_attention, one token", fused("tree_attention"), _attended(lanes, 1), minimum=4),
         Merging("latent_attention, DeepSeek-V3", fused("latent_attention"), _latent(lanes, 2, 128)),
         Merging("latent_attention, DeepSeek-V2-Lite", fused("latent_attention"), _latent(lanes, tokens, 16)),
         Merging("moe_mlp", fused("moe_mlp"), _experts(lanes)),

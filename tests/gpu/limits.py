@@ -12,7 +12,7 @@ from graphspec.facts.folders import model_folder
 from graphspec.plan.plan import Plan, make_plan
 from graphspec.shapes import GREEDY
 
-LEAST = 120.0
+MIN = 120.0
 """Time limit of a check without a marker, in seconds."""
 PROGRAM = 6.0
 """Assumed seconds to compile one program, on one core, with some kernels not cached."""
@@ -42,4 +42,4 @@ def programs_of(plan: Plan) -> int:
 
 def seconds(engines: Sequence[Mapping[str, Any]]) -> float:
     """The limit of a check that builds these engines one after another."""
-    return max(LEAST, OVERHEAD + PROGRAM * sum(programs_of(plan_of(engine)) for engine in engines))
+    return max(MIN, OVERHEAD + PROGRAM * sum(programs_of(plan_of(engine)) for engine in engines))

@@ -111,7 +111,7 @@ def test_all_of_them_in_sequence_in_one_graph(programmatic: bool) -> None:
 def test_merges_after_each_other_in_one_graph(lanes: int, programmatic: bool) -> None:
     """Shapes of real models keep all multiprocessors busy: kernels that start early overlap predecessors that still use parts and counters.
 
-    All calls of a batch size are on the device at once, which is less than ``MOST_BYTES``.
+    All calls of a batch size are on the device at once, which is less than ``MAX_BYTES``.
     """
     torch.manual_seed(0)
     calls = merging_calls(lanes)

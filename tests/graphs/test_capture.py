@@ -166,8 +166,8 @@ def test_the_largest_program_is_captured_first_and_prefill_as_well() -> None:
     assert len(made[0].order) == 6, "what exists is not captured again"
 
 
-def lanes_above(most: int, program: Any) -> bool:
-    return bool(not program.prefills and program.views.lane_row_B.shape[0] > most)
+def lanes_above(maximum: int, program: Any) -> bool:
+    return bool(not program.prefills and program.views.lane_row_B.shape[0] > maximum)
 
 
 class Widths:

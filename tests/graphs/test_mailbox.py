@@ -39,8 +39,8 @@ def fresh(sampling: SamplingClass = EVERYTHING) -> Arena:
     return arena
 
 
-def floats(least: float, most: float) -> st.SearchStrategy[float]:
-    return st.integers(int(least * 64), int(most * 64)).map(lambda n: n / 64)
+def floats(minimum: float, maximum: float) -> st.SearchStrategy[float]:
+    return st.integers(int(minimum * 64), int(maximum * 64)).map(lambda n: n / 64)
 
 
 JOINS = st.builds(
@@ -124,7 +124,7 @@ def test_more_than_a_message_holds_is_refused() -> None:
 
 def test_a_message_does_not_grow_with_the_tokens_a_request_may_bias() -> None:
     """They are written to the row once, when it is taken."""
-    few, many = (MailLayout.of(make(runtime={"max_logit_bias": most})).size for most in (1, 300))
+    few, many = (MailLayout.of(make(runtime={"max_logit_bias": maximum})).size for maximum in (1, 300))
     assert few == many
 
 

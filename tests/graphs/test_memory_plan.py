@@ -126,16 +126,16 @@ def test_too_many_pages_are_refused_before_anything_is_allocated(pair: Pair, mon
     roomy = LLM(config=config_for(pair, num_pages=100)).memory
     # Room for all but twelve pages and a half.
     gib = (roomy.total - 12 * roomy.page_bytes - roomy.page_bytes // 2) / 0.5 / GIB
-    most = roomy.num_pages - 1 - 13
+    maximum = roomy.num_pages - 1 - 13
     with monkeypatch.context() as patched:
         no_weights(patched)
-        with pytest.raises(ConfigError, match=f"runtime.num_pages: expected at most {most}, found {roomy.num_pages - 1} ") as caught:
+        with pytest.raises(ConfigError, match=f"runtime.num_pages: expected at most {maximum}, found {roomy.num_pages - 1} ") as caught:
             LLM(config=config_for(pair, gib, 0.5, num_pages=100))
         with pytest.raises(ConfigError, match=r"runtime\.num_pages"):
-            LLM(config=config_for(pair, gib, 0.5, num_pages=most + 1))
+            LLM(config=config_for(pair, gib, 0.5, num_pages=maximum + 1))
     for name in ("KV pools", "target weights", "draft weights", "slots", "workspace ~", "0.5 of", "a page is"):
         assert name in str(caught.value)
-    assert LLM(config=config_for(pair, gib, 0.5, num_pages=most)).plan.num_pages == most + 1
+    assert LLM(config=config_for(pair, gib, 0.5, num_pages=maximum)).plan.num_pages == maximum + 1
 
 
 def test_pools_get_what_fits_and_rows_share_it(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
@@ -242,7 +242,7 @@ def test_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("excess", [-1, 0, 1, 5, 7])
 def test_the_largest_number_of_pages_is_exact(excess: int) -> None:
     lines = (MemoryLine("KV pools", 80, ("runtime.num_pages",)), MemoryLine("rest", 100, ("runtime.max_rows",)))
-    memory = MemoryPlan(lines, 180 - excess, 1.0, page_bytes=8, page_size=1, num_pages=10, least_pages=3)
+    memory = MemoryPlan(lines, 180 - excess, 1.0, page_bytes=8, page_size=1, num_pages=10, min_pages=3)
     assert memory.largest_num_pages == 9 - math.ceil(excess / 8)
     if excess > 0:
         with pytest.raises(ConfigError, match=f"expected at most {memory.largest_num_pages}, found 9"):

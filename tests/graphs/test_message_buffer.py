@@ -58,9 +58,9 @@ def test_a_list_changed_in_place_is_noticed() -> None:
 def test_too_many_lanes_are_refused() -> None:
     buffer = MessageBuffer(LAYOUT, pinned=False)
     buffer.write(Message(lanes=[0]))
-    most = LAYOUT.max_lanes
-    with pytest.raises(ResourceError, match=f"mailbox lanes: expected at most {most} in one launch"):
-        buffer.write(Message(lanes=[0] * (most + 1)))
+    maximum = LAYOUT.max_lanes
+    with pytest.raises(ResourceError, match=f"mailbox lanes: expected at most {maximum} in one launch"):
+        buffer.write(Message(lanes=[0] * (maximum + 1)))
     fresh = torch.zeros(LAYOUT.size, dtype=torch.int64)
     LAYOUT.encode(Message(lanes=[1]), fresh)
     assert torch.equal(buffer.write(Message(lanes=[1])), fresh), "a refused message leaves nothing"

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphspec.errors import CaptureError, ConfigError
 from graphspec.kernels.flashinfer import version
-from graphspec.kernels.flashinfer.lists import key_lists, most_places
+from graphspec.kernels.flashinfer.lists import key_lists, max_places
 from graphspec.kernels.flashinfer.planner import Planner
 from graphspec.kernels.flashinfer.wrappers import WORKSPACE_BYTES, workspace_bytes
 from graphspec.kernels.host_step import HeadShape, PreparedCall, RowSpan
@@ -65,7 +65,7 @@ def test_lists_mean_what_the_queries_see(
         rows.append(RowSpan(pages, start + extent, known))
     lists = key_lists(call, rows, len(spans) + 2, page_size)
     assert lists.query_offsets.tolist() == list(range(0, (len(spans) + 2) * tokens + 1, tokens))
-    assert len(lists.places) == lists.key_offsets[-1] <= most_places(call, len(spans) + 2, page_size, columns)
+    assert len(lists.places) == lists.key_offsets[-1] <= max_places(call, len(spans) + 2, page_size, columns)
     assert {a.dtype for a in (lists.places, lists.lengths, lists.key_offsets, lists.query_offsets)} == {np.dtype(np.int32)}
     for lane, (start, known) in enumerate(spans):
         found, pages = slots_of(lists, lane, page_size), rows[lane].pages

@@ -53,8 +53,8 @@ def draw(
     def factors(like: torch.dtype, columns: int = groups) -> Tensor:
         return (torch.rand(outputs, columns, generator=generator) / 4 - 0.05).to(like)
 
-    def integers(most: int) -> Tensor:
-        return torch.randint(0, most, (outputs, groups), generator=generator, dtype=torch.uint8)
+    def integers(maximum: int) -> Tensor:
+        return torch.randint(0, maximum, (outputs, groups), generator=generator, dtype=torch.uint8)
 
     bits = 4 if code in ("int4", "uint4", "e2m1") else 8
     codes = torch.randint(0, 256, (outputs, channels * bits // 8), generator=generator, dtype=torch.uint8)

@@ -165,8 +165,8 @@ def check_against_float64(native_run: Callable[[], Tensor], run: Callable[[torch
     """Error at most twice that of the reference in float32."""
     oracle, own, found = run(torch.float64), run(torch.float32), native_run()
     assert found.isfinite().all()
-    least = torch.finfo(torch.float32).eps * oracle.abs().max()
-    assert (found - oracle).abs().max() <= 2 * (own - oracle).abs().max() + least
+    minimum = torch.finfo(torch.float32).eps * oracle.abs().max()
+    assert (found - oracle).abs().max() <= 2 * (own - oracle).abs().max() + minimum
 
 
 def wide(network: nn.Module, dtype: torch.dtype) -> Any:

@@ -74,10 +74,10 @@ def test_tree_build_equals_oracle_on_draft_pools(data: st.DataObject) -> None:
     pool = candidate_pool(
         torch.Generator().manual_seed(data.draw(st.integers(0, 10**6))), 2, num_steps, topk, coarse=data.draw(st.booleans())
     )
-    most = pool["score_BM"].shape[1] + 1
-    num_nodes = data.draw(st.sampled_from([n for n in {*NODE_COUNTS, most} if n <= min(most, 128)]))
+    maximum = pool["score_BM"].shape[1] + 1
+    num_nodes = data.draw(st.sampled_from([n for n in {*NODE_COUNTS, maximum} if n <= min(maximum, 128)]))
     harm = data.draw(
-        st.lists(st.tuples(st.integers(0, 1), st.integers(0, most - 2), st.sampled_from(["nan", "-inf", "token"])), max_size=8)
+        st.lists(st.tuples(st.integers(0, 1), st.integers(0, maximum - 2), st.sampled_from(["nan", "-inf", "token"])), max_size=8)
     )
     for lane, at, how in harm:
         if how == "token":
@@ -163,8 +163,8 @@ def test_tree_walk_equals_both_walks(data: st.DataObject) -> None:
     pool = candidate_pool(generator, lanes, num_steps, topk, vocab=vocab)
     if data.draw(st.booleans()):
         pool["score_BM"][0, :: data.draw(st.integers(1, 4))] = -torch.inf
-    most = pool["score_BM"].shape[1] + 1
-    num_nodes = data.draw(st.sampled_from([n for n in {*NODE_COUNTS, most} if n <= min(most, 128)]))
+    maximum = pool["score_BM"].shape[1] + 1
+    num_nodes = data.draw(st.sampled_from([n for n in {*NODE_COUNTS, maximum} if n <= min(maximum, 128)]))
     words, width = math.ceil(num_nodes / 64), num_steps + 1 + data.draw(st.integers(0, 2))
     token, parent, depth, ancestors = tree_build(
         **pool, root_B=torch.zeros(lanes, dtype=torch.int64), num_nodes=num_nodes, num_words=words, max_depth=num_steps

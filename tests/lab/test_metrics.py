@@ -16,9 +16,11 @@ from graphspec.lab.measure.metrics import (
     Round,
     Timeline,
     acceptance,
+    acceptance_within,
     closed_loop_arrivals,
     downsampled,
     figures,
+    first_request,
     latency,
     percentile,
     ratio,
@@ -34,9 +36,9 @@ BURSTY = Timeline(
 """One token by the prefill, then three cycles of depth 3."""
 
 
-def thousandths(least: int, most: int) -> st.SearchStrategy[float]:
+def thousandths(minimum: int, maximum: int) -> st.SearchStrategy[float]:
     """Floats without denormals, which an engine of the same process may have switched off."""
-    return st.integers(least, most).map(lambda number: number / 1000)
+    return st.integers(minimum, maximum).map(lambda number: number / 1000)
 
 
 def test_a_burst_is_one_event_and_time_per_token_divides_by_tokens() -> None:
@@ -78,6 +80,32 @@ def test_depths_that_change_are_counted_where_they_reach() -> None:
     assert found["acceptance_unconditional"] == pytest.approx([2 / 3, 1 / 2]) and found["acceptance_conditional"] == pytest.approx(
         [2 / 3, 1]
     )
+
+
+def test_acceptance_is_followed_along_the_text_and_by_request() -> None:
+    """A cycle counts where it began; plain cycles, cut ones and requests that were not served count nowhere, but their tokens do."""
+    long = replace(BURSTY, bursts=[(10.5, 1), (11.0, 32)], cycles=[CycleCount(4, 3, 3), *[CycleCount(1, 0, 0)] * 20, CycleCount(2, 3, 3)])
+    lost = replace(BURSTY, reason="abort")
+    found = acceptance_within([Round([long, lost, BURSTY]), Round([long, BURSTY, replace(BURSTY, cut=True)])])
+    assert found["acceptance_by_request"] == {"0": 3.0, "1": pytest.approx(8 / 3), "2": pytest.approx((3 + 1 + 4 + 3 + 1) / 5)}
+    assert found["stretch_tokens"] == 3, "33 tokens in at most 16 parts"
+    # Cycles began at 1 (all requests), 4 and 5 (the short ones) and, after 20 plain ones, 25.
+    expected = [(4 + 4 + 3 + 3 + 3) / 5, (1 + 4 + 1 + 4 + 1) / 5, *[None] * 6, 2.0, None, None]
+    assert found["acceptance_along_text"] == pytest.approx(expected)
+    plain = replace(BURSTY, cycles=[CycleCount(1, 0, 0)] * 8)
+    assert acceptance_within([Round([plain])]) == {"acceptance_by_request": {}, "acceptance_along_text": [], "stretch_tokens": 0}
+
+
+def test_the_first_request_is_that_of_the_round_of_median_speed() -> None:
+    def slowed(factor: float) -> Round:
+        bursts = [(10 + factor * (time - 10), tokens) for time, tokens in BURSTY.bursts]
+        return Round([replace(BURSTY, bursts=bursts, finished=bursts[-1][0])])
+
+    found = first_request([slowed(9.0), slowed(1.0), slowed(2.0)])
+    assert [moment for moment, _ in found] == pytest.approx([1000, 1400, 1600, 2200]) and [tokens for _, tokens in found] == [1, 3, 1, 4]
+    assert first_request([Round([replace(BURSTY, reason="abort"), BURSTY])]) == []
+    endless = replace(BURSTY, bursts=[(10.0 + n, 3) for n in range(1000)])
+    assert sum(tokens for _, tokens in first_request([Round([endless])])) == 258
 
 
 def test_a_single_token_has_no_time_per_output_token() -> None:
@@ -126,9 +154,9 @@ def test_percentiles_are_those_of_numpy(values: list[float], share: float) -> No
 
 
 @given(st.lists(thousandths(0, 10**4), min_size=1, max_size=200), st.integers(2, 50))
-def test_thinning_keeps_the_ends_and_the_order(values: list[float], most: int) -> None:
-    kept = downsampled(values, most)
-    assert len(kept) == min(len(values), most) and kept == sorted(kept)
+def test_thinning_keeps_the_ends_and_the_order(values: list[float], maximum: int) -> None:
+    kept = downsampled(values, maximum)
+    assert len(kept) == min(len(values), maximum) and kept == sorted(kept)
     assert (kept[0], kept[-1]) == (min(values), max(values))
 
 

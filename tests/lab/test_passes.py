@@ -19,7 +19,7 @@ from graphspec.lab.predict.advice import Outlook
 from graphspec.lab.predict.calibration import engine_of, network_calls, timed_shapes
 from graphspec.lab.predict.passes import Curve, PassTimes, TimedCycle, read_curves
 from graphspec.shapes import PLAIN, CycleShape
-from perf.plan_error import least
+from perf.plan_error import minimum
 from tests.support.plans import draft_facts, model_facts
 
 EAGLE3 = resolve_variant("eagle3")
@@ -46,7 +46,7 @@ def test_between_points_and_past_them() -> None:
     assert [curve.at(4, context) for context in (0, 10, 60, 110, 210)] == pytest.approx([1.5, 1.5, 2.5, 3.5, 5.5])
     alone = Curve((2,), ((3.0,),))
     assert alone.at(9, 500) == 3.0
-    assert least([alone, Curve((2,), ((2.5,),))]).times == ((2.5,),)
+    assert minimum([alone, Curve((2,), ((2.5,),))]).times == ((2.5,),)
 
 
 def test_a_cycle_is_its_passes_and_what_is_beyond_them() -> None:

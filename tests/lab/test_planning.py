@@ -78,14 +78,14 @@ def test_conditional_shares_and_back(shares: list[float]) -> None:
 @given(st.floats(0.0, 1.0, allow_subnormal=False), st.integers(1, 4), st.integers(1, 4), st.data())
 def test_more_nodes_never_commit_less(share: float, steps: int, fan: int, data: st.DataObject) -> None:
     model = Acceptance((share,))
-    most = 1 + fan + (steps - 1) * fan**2
+    maximum = 1 + fan + (steps - 1) * fan**2
     if fan == 1:
         assert model.length(CycleShape(steps, 1, steps + 1)) <= steps + 1
         return
-    nodes = data.draw(st.integers(2, most))
+    nodes = data.draw(st.integers(2, maximum))
     length = model.length(CycleShape(steps, fan, nodes))
     assert 1 <= length <= steps + 1 + 1e-9 and length <= nodes
-    assert nodes == most or length <= model.length(CycleShape(steps, fan, nodes + 1))
+    assert nodes == maximum or length <= model.length(CycleShape(steps, fan, nodes + 1))
 
 
 def test_the_tree_model_is_near_the_demo_drafts() -> None:
@@ -408,7 +408,7 @@ def test_a_cpu_is_measured_within_the_working_set(monkeypatch: pytest.MonkeyPatc
         return {"median": 4.0, "least": 2.0}
 
     monkeypatch.setattr(machine, "measure", measure)
-    for touched, size in ((2**20, 2**19), (2**10, machine.LEAST_COPY), (2**40, 2**22)):
+    for touched, size in ((2**20, 2**19), (2**10, machine.MIN_COPY), (2**40, 2**22)):
         assert machine.copy_bandwidth("cpu", 2**-8, working_set=touched) == 2 * size / 2e-3
         assert timed[-1] == {"size": size, "block": machine.COPIED_AT_ONCE // size}
     assert machine.copy_bandwidth("cpu", 2**-8) == 2 * 2**22 / 2e-3

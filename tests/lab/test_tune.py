@@ -162,9 +162,9 @@ def test_times_are_those_of_the_workload_where_it_ran() -> None:
     assert cycle_times({1: {0: 2.0, 4: 4.0}}, [outcome(CHAIN, 1, 1.0)]) == {1: {0: 2.0, 4: 4.0}}
 
 
-@pytest.mark.parametrize(("extra", "most", "backlog"), [(0.1, 128, 32), (0.3, 128, 64), (0.6, 128, 128), (3.0, 128, 128), (0.6, 50, 50)])
-def test_the_backlog_makes_catching_up_cheap(extra: float, most: int, backlog: int) -> None:
-    assert backlog_for({1: {0: 1.0, 2: 1.0 + extra, 4: 9.0}, 2: {0: 1.0, 2: 1.01}}, most) == backlog
+@pytest.mark.parametrize(("extra", "maximum", "backlog"), [(0.1, 128, 32), (0.3, 128, 64), (0.6, 128, 128), (3.0, 128, 128), (0.6, 50, 50)])
+def test_the_backlog_makes_catching_up_cheap(extra: float, maximum: int, backlog: int) -> None:
+    assert backlog_for({1: {0: 1.0, 2: 1.0 + extra, 4: 9.0}, 2: {0: 1.0, 2: 1.01}}, maximum) == backlog
 
 
 def test_what_cannot_be_tuned_is_refused() -> None:

@@ -16,16 +16,16 @@ from graphspec.drafters.convert import convert
 from graphspec.drafters.mtp.facts import read_tensor_names
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.facts import ModelFacts, read_model_facts
-from graphspec.facts.files import MOST_CONFIG, find_file, read_json, read_shards
+from graphspec.facts.files import MAX_CONFIG, find_file, read_json, read_shards
 from graphspec.facts.keys import (
-    MOST_EXPERTS,
-    MOST_HEAD_DIM,
-    MOST_HEADS,
-    MOST_IDS,
-    MOST_LAYERS,
-    MOST_POSITIONS,
-    MOST_VOCAB,
-    MOST_WIDTH,
+    MAX_EXPERTS,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_IDS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCAB,
+    MAX_WIDTH,
     Keys,
 )
 from graphspec.graphs import memory as memory_module
@@ -113,14 +113,14 @@ def test_json_that_is_refused(text: bytes, found: str, tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_bytes(text)
     with pytest.raises(CheckpointError) as caught:
-        read_json(file, MOST_CONFIG)
+        read_json(file, MAX_CONFIG)
     assert str(caught.value.found).startswith(found)
 
 
 def test_json_that_is_read(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text('{"a": 1, "a": 1, "b": [NaN, Infinity]}')
-    assert read_json(file, MOST_CONFIG)["a"] == 1
+    assert read_json(file, MAX_CONFIG)["a"] == 1
     with pytest.raises(CheckpointError, match="expected a json file of at most 10 B, found 38 B"):
         read_json(file, 10)
 
@@ -181,13 +181,13 @@ def test_an_index_may_lead_into_a_folder_below(checkpoint: Path) -> None:
 
 
 LIMITS = {
-    "hidden_size": MOST_WIDTH,
-    "intermediate_size": MOST_WIDTH,
-    "num_attention_heads": MOST_HEADS,
-    "head_dim": MOST_HEAD_DIM,
-    "vocab_size": MOST_VOCAB,
-    "max_position_embeddings": MOST_POSITIONS,
-    "num_hidden_layers": MOST_LAYERS,
+    "hidden_size": MAX_WIDTH,
+    "intermediate_size": MAX_WIDTH,
+    "num_attention_heads": MAX_HEADS,
+    "head_dim": MAX_HEAD_DIM,
+    "vocab_size": MAX_VOCAB,
+    "max_position_embeddings": MAX_POSITIONS,
+    "num_hidden_layers": MAX_LAYERS,
 }
 
 
@@ -201,15 +201,15 @@ def test_sizes_have_limits(key: str, checkpoint: Path) -> None:
 
 
 def test_a_head_dim_that_follows_from_other_sizes_has_the_same_limit(checkpoint: Path) -> None:
-    with pytest.raises(CheckpointError, match=f"head_dim: expected an even number .* at most {MOST_HEAD_DIM}, found {2 * MOST_HEAD_DIM}"):
-        read_with(checkpoint, head_dim=None, hidden_size=2 * MOST_HEAD_DIM, num_attention_heads=1, num_key_value_heads=1)
+    with pytest.raises(CheckpointError, match=f"head_dim: expected an even number .* at most {MAX_HEAD_DIM}, found {2 * MAX_HEAD_DIM}"):
+        read_with(checkpoint, head_dim=None, hidden_size=2 * MAX_HEAD_DIM, num_attention_heads=1, num_key_value_heads=1)
 
 
 def test_experts_of_all_layers_together_have_a_limit(checkpoint: Path) -> None:
     mixture = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    assert read_with(checkpoint, **mixture, num_experts=MOST_EXPERTS // 2).experts is not None
-    with pytest.raises(CheckpointError, match=f"num_experts: expected at most {MOST_EXPERTS} experts in the 2 layers together"):
-        read_with(checkpoint, num_experts=MOST_EXPERTS // 2 + 1)
+    assert read_with(checkpoint, **mixture, num_experts=MAX_EXPERTS // 2).experts is not None
+    with pytest.raises(CheckpointError, match=f"num_experts: expected at most {MAX_EXPERTS} experts in the 2 layers together"):
+        read_with(checkpoint, num_experts=MAX_EXPERTS // 2 + 1)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_experts_of_all_layers_together_have_a_limit(checkpoint: Path) -> None:
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2, "beta_fast": 1, "beta_slow": 32}}, "beta_fast"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2}, "head_dim": 2}, "head_dim"),
         ({"rope_scaling": False}, "rope_scaling"),
-        ({"eos_token_id": [1] * (MOST_IDS + 1)}, "eos_token_id"),
+        ({"eos_token_id": [1] * (MAX_IDS + 1)}, "eos_token_id"),
         ({"eos_token_id": 10**9}, "eos_token_id"),
         ({"bos_token_id": "x"}, "bos_token_id"),
         ({"torch_dtype": ["float32"]}, "torch_dtype"),
@@ -237,7 +237,7 @@ def test_values_that_were_taken_silently(changes: dict[str, Any], key: str, chec
 
 
 def test_numbers_are_exact() -> None:
-    keys = Keys({"two": 2.0, "yes": True, "ids": [0, True], "many": [0] * (MOST_IDS + 1)}, "there")
+    keys = Keys({"two": 2.0, "yes": True, "ids": [0, True], "many": [0] * (MAX_IDS + 1)}, "there")
     for key in ("two", "yes"):
         with pytest.raises(CheckpointError):
             keys.integer(key)
@@ -257,7 +257,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def test_position_tables_are_counted_before_they_are_built(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few pages keep the pools small; the table alone would take 2 GiB."""
     target = shutil.copytree(pair.target, tmp_path / "target")
-    edit_json(target / "config.json", max_position_embeddings=MOST_POSITIONS, head_dim=64)
+    edit_json(target / "config.json", max_position_embeddings=MAX_POSITIONS, head_dim=64)
     monkeypatch.setattr(memory_module, "parameter_bytes", lambda *_: pytest.fail("networks were built"))
     with pytest.raises(ConfigError, match=r"model\.max_context, .* position tables, not counted as weights 2\.0 GiB"):
         Pair(target, pair.draft, None).llm(variant="none", num_pages=4, memory_gib=1.0)

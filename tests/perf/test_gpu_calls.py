@@ -56,9 +56,9 @@ def check(folder: Path, call: str, clock: Clock, began: float | None = None) -> 
     return gpu_check.Check(options, CALLS[call], dict(HEAD), clock, clock.now if began is None else began)
 
 
-def several(most: float) -> st.SearchStrategy[list[float]]:
+def several(maximum: float) -> st.SearchStrategy[list[float]]:
     """One number for each part; without denormals, which an engine in the same process flushes."""
-    return st.lists(st.floats(0, most, allow_subnormal=False), min_size=8, max_size=8)
+    return st.lists(st.floats(0, maximum, allow_subnormal=False), min_size=8, max_size=8)
 
 
 def run_down(parts: Sequence[Part], minutes: float, shares: Sequence[float], between: Sequence[float]) -> None:
@@ -67,7 +67,7 @@ def run_down(parts: Sequence[Part], minutes: float, shares: Sequence[float], bet
     for part, share, gap in zip(parts, shares, between, strict=False):
         elapsed += gap
         seconds = allowed(parts, part.name, elapsed, minutes)
-        assert part.least - 1e-6 <= seconds <= part.most and (seconds == 0 or elapsed + seconds <= 60 * minutes)
+        assert part.minimum - 1e-6 <= seconds <= part.maximum and (seconds == 0 or elapsed + seconds <= 60 * minutes)
         elapsed += share * seconds
 
 
@@ -78,26 +78,26 @@ def test_every_part_gets_its_reserved_time_and_the_call_ends_in_time(call: str, 
     run_down(CALLS[call], MINUTES, shares, between)
 
 
-@given(leasts=several(300), more=several(600), shares=several(1), between=several(GAP))
+@given(minima=several(300), more=several(600), shares=several(1), between=several(GAP))
 def test_greedy_parts_leave_the_others_their_minimum(
-    leasts: list[float], more: list[float], shares: list[float], between: list[float]
+    minima: list[float], more: list[float], shares: list[float], between: list[float]
 ) -> None:
     """Other parts, in the fewest minutes there can be."""
-    parts = [Part(str(number), least + extra, least, "") for number, (least, extra) in enumerate(zip(leasts, more, strict=True))]
+    parts = [Part(str(number), minimum + extra, minimum, "") for number, (minimum, extra) in enumerate(zip(minima, more, strict=True))]
     run_down(parts, needed(parts), shares, between)
     run_down(parts, needed(parts), [1.0] * 8, between)
 
 
 def test_the_rows_of_readme_never_have_less_than_200_seconds() -> None:
     [rows] = [part for part in CALLS["first"] if part.name == "rows"]
-    assert rows.least >= 200 and MINUTES < 10
+    assert rows.minimum >= 200 and MINUTES < 10
 
 
 def test_the_readme_has_the_seconds_of_every_part() -> None:
     text = (ROOT / "perf" / "gpu" / "README.md").read_text()
     for part in all_parts():
-        most = "the rest" if part.name == "rest" else f"{part.most:.0f}"
-        assert re.search(rf"\| `{part.name}` \|.*\| {most} \| {part.least:.0f} \|\n", text), part
+        maximum = "the rest" if part.name == "rest" else f"{part.maximum:.0f}"
+        assert re.search(rf"\| `{part.name}` \|.*\| {maximum} \| {part.minimum:.0f} \|\n", text), part
 
 
 SCENARIOS: dict[str, Callable[[str, float], float]] = {

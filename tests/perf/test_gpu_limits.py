@@ -91,8 +91,8 @@ def test_the_second_call_has_time_for_every_program() -> None:
     [part] = CALLS["second"]
     items = [(function, item(*case)) for function in FUNCTIONS for case in cases(function)]
     seconds = [max(limits.PROGRAM, conftest.seconds_of(one) - limits.OVERHEAD) for _, one in items]
-    assert max(seconds) + limits.OVERHEAD <= part.most
-    assert limits.OVERHEAD + sum(seconds) / PROCESSES <= part.most
+    assert max(seconds) + limits.OVERHEAD <= part.maximum
+    assert limits.OVERHEAD + sum(seconds) / PROCESSES <= part.maximum
 
 
 def test_the_programs_of_a_plan_are_those_an_engine_builds() -> None:

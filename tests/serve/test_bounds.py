@@ -12,7 +12,7 @@ import pytest
 
 from graphspec.api.async_llm import THREADS
 from graphspec.serve import app
-from graphspec.serve.bodies import MOST_VALUES, NESTED_SHARE, parse_json
+from graphspec.serve.bodies import MAX_VALUES, NESTED_SHARE, parse_json
 from graphspec.serve.errors import ApiError
 from graphspec.serve.limits import BOUNDS
 from tests.support.engines import CHAIN
@@ -89,31 +89,31 @@ def test_the_page_has_the_table() -> None:
 @pytest.mark.parametrize(
     ("body", "fits"),
     [
-        ({"a": [0] * (MOST_VALUES - 3)}, True),
-        ({"a": [0] * (MOST_VALUES + 1)}, False),
-        ({"a": [""] * (MOST_VALUES + 1)}, False),
-        ({"a": [[]] * (MOST_VALUES // NESTED_SHARE - 2)}, True),
-        ({"a": [{}] * (MOST_VALUES // NESTED_SHARE + 1)}, False),
-        ({"a": '[,:{"\\' * MOST_VALUES}, True),
-        ({"a\\": ["\\\\", '\\"[,', "é\\u0041"] * 1000 + [" " * MOST_VALUES]}, True),
+        ({"a": [0] * (MAX_VALUES - 3)}, True),
+        ({"a": [0] * (MAX_VALUES + 1)}, False),
+        ({"a": [""] * (MAX_VALUES + 1)}, False),
+        ({"a": [[]] * (MAX_VALUES // NESTED_SHARE - 2)}, True),
+        ({"a": [{}] * (MAX_VALUES // NESTED_SHARE + 1)}, False),
+        ({"a": '[,:{"\\' * MAX_VALUES}, True),
+        ({"a\\": ["\\\\", '\\"[,', "é\\u0041"] * 1000 + [" " * MAX_VALUES]}, True),
     ],
     ids=["numbers", "more numbers", "texts", "lists", "more objects", "marks in a text", "escapes"],
 )
 def test_values_of_a_body_are_counted(body: Any, fits: bool) -> None:
     data = json.dumps(body).encode()
     if fits:
-        assert parse_json(data, MOST_VALUES) == body
+        assert parse_json(data, MAX_VALUES) == body
         return
     with pytest.raises(ApiError, match="expected at most 524288 values in a body, and at most 131072 lists and objects") as error:
-        parse_json(data, MOST_VALUES)
+        parse_json(data, MAX_VALUES)
     assert (error.value.status, error.value.code) == (400, "too_many_values")
 
 
 def test_halves_of_characters() -> None:
-    assert parse_json(b'{"a": "\\ud83d\\ude00 \\\\ud83d"}', MOST_VALUES) == {"a": "\U0001f600 \\ud83d"}
+    assert parse_json(b'{"a": "\\ud83d\\ude00 \\\\ud83d"}', MAX_VALUES) == {"a": "\U0001f600 \\ud83d"}
     for text in (rb"\ud83d", rb"\ude00\ud83d", rb"\uD83D x"):
         with pytest.raises(ApiError, match="JSON in UTF-8"):
-            parse_json(b'{"a": "' + text + b'"}', MOST_VALUES)
+            parse_json(b'{"a": "' + text + b'"}', MAX_VALUES)
 
 
 @pytest.mark.parametrize("step", ["parse_json", "check_bounds", "parse", "structured_of"])
@@ -166,11 +166,12 @@ def test_token_routes_take_slots(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> N
         body = {"prompt": "w7", "add_special_tokens": False}
         found: list[int] = []
         threads = [
-            threading.Thread(target=lambda: found.append(server.post("/tokenize", body).status_code)) for _ in range(server.api.slots.most)
+            threading.Thread(target=lambda: found.append(server.post("/tokenize", body).status_code))
+            for _ in range(server.api.slots.maximum)
         ]
         for thread in threads:
             thread.start()
-        wait_for(lambda: server.api.slots.taken == server.api.slots.most)
+        wait_for(lambda: server.api.slots.taken == server.api.slots.maximum)
         for path, other in (("/tokenize", body), ("/detokenize", {"tokens": [7]}), (COMPLETIONS, {"prompt": "w7"})):
             assert refused(server.post(path, other), 503)["code"] == "queue_full"
         go.set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -19,31 +18,11 @@ from graphspec.api.llm import LLM
 from graphspec.api.stops import StopTexts
 from graphspec.serve import app
 from graphspec.serve.bodies import LARGE_BODY
-from tests.serve.test_grammar_trials import body, schema
-from tests.serve.test_hostile import CHAT, COMPLETIONS, FIELDS, RAW
-from tests.support.serving import PATIENCE, raw_post, serving, wait_for
+from tests.support.hostile import COMPLETIONS, FIELDS, INPUTS, MORE, body, schema
+from tests.support.serving import PATIENCE, serving, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-STOPS = [f"{place:04}" + "x" * 1020 for place in range(32)]
-MORE: dict[str, tuple[str, dict[str, Any]]] = {
-    "a grammar that takes too long": (COMPLETIONS, body(schema(900))),
-    "a grammar of no use": (COMPLETIONS, body(schema(1500))),
-    "a large grammar": (COMPLETIONS, body({**schema(1000), "required": list(schema(1000)["properties"])})),
-    "many choices": (COMPLETIONS, {"prompt": "x", "max_tokens": 2, "structured_outputs": {"choice": [f"w{n}" for n in range(20_000)]}}),
-    "stop texts at their bounds": (COMPLETIONS, {"prompt": "x", "max_tokens": 2, "stop": STOPS}),
-    "a chat of 2,000 messages": (CHAT, {"messages": [{"role": "user", "content": "x"}] * 2000}),
-}
-INPUTS: dict[str, bytes] = {
-    **{
-        name: raw_post(json.dumps(sent).encode()).replace(COMPLETIONS.encode(), path.encode(), 1)
-        for name, (path, sent, _) in FIELDS.items()
-    },
-    **{name: raw_post(json.dumps(sent).encode()).replace(COMPLETIONS.encode(), path.encode(), 1) for name, (path, sent) in MORE.items()},
-    **{name: sent for name, (sent, _) in RAW.items()},
-}
-"""A request as bytes, by its name."""
 
 
 def test_no_long_work_is_done_by_the_event_loop_or_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,11 +31,11 @@ def test_no_long_work_is_done_by_the_event_loop_or_the_engine(monkeypatch: pytes
 
     done: dict[str, set[str]] = {}
 
-    def note(owner: Any, name: str, least: int = 0) -> None:
+    def note(owner: Any, name: str, minimum: int = 0) -> None:
         real = getattr(owner, name)
 
         def noted(*given: Any, **named: Any) -> Any:
-            if not least or len(given[0]) >= least:
+            if not minimum or len(given[0]) >= minimum:
                 done.setdefault(name, set()).add(threading.current_thread().name)
             return real(*given, **named)
 
@@ -95,8 +74,6 @@ def url() -> Iterator[str]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, text=True) as process:
         assert process.stdout is not None
         found = process.stdout.readline().split()[-1].removesuffix("/v1")
-        # Loads the grammar class and its compiler.
-        assert httpx2.post(found + COMPLETIONS, json=body(schema(2)), timeout=PATIENCE).status_code == 200
         yield found
         process.terminate()
 
@@ -149,8 +126,8 @@ def test_others_wait_little_longer(url: str, clients: dict[str, Waits], name: st
         wait_for(lambda beside=beside: all(len(clients[kind].seconds) > beside[kind] + 2 for kind in clients))
         for kind, waits in clients.items():
             calm = sorted(waits.seconds[idle[kind] : beside[kind]])
-            most = 3 * calm[int(0.99 * (len(calm) - 1))] + 0.05
-            excess[kind] = min(excess[kind], max(waits.seconds[beside[kind] :]) - most)
+            maximum = 3 * calm[int(0.99 * (len(calm) - 1))] + 0.05
+            excess[kind] = min(excess[kind], max(waits.seconds[beside[kind] :]) - maximum)
         if max(excess.values()) <= 0:
             break
     assert max(excess.values()) <= 0, excess

@@ -104,6 +104,10 @@ def test_fields_of_a_completion(server: Served, fields: dict[str, Any], param: s
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "a JSON schema"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"xml": 1}}, "structured_outputs", "found xml"),
+        ({"structured_outputs": {}}, "structured_outputs", "found an empty object"),
+        ({"structured_outputs": {"json": None, "json_object": False}}, "structured_outputs", "found json: null, json_object: false"),
+        ({"structured_outputs": {"json": False}}, "structured.json_schema", "found 'false': Schema 'false' cannot accept any value"),
+        ({"structured_outputs": {"regex": False}}, "structured_outputs.regex", "found False (bool)"),
         ({"structured_outputs": {"regex": 3}}, "structured_outputs.regex", "text"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format", "one form"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice", "among tools"),
@@ -191,7 +195,7 @@ def test_a_full_queue_answers_at_once(pair: Pair) -> None:
 
 def test_the_engines_own_limit_counts_where_it_is_set(pair: Pair) -> None:
     with pair.llm(**CHAIN, max_rows=2, max_queued=3) as llm, serving(llm, max_waiting=100) as server:
-        assert server.api.slots.most == 5
+        assert server.api.slots.maximum == 5
         assert "at most 5 outputs" in refused(server.post(COMPLETIONS, {"prompt": "w7", "n": 6}), 400)["message"]
 
 

@@ -39,8 +39,8 @@ def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
     """Bounded lengths, numbers and items."""
     kind = rng.randrange(10 if depth else 6)
     if kind == 0:
-        least = rng.randrange(-20, 20)
-        return {"type": "integer", "minimum": least, "maximum": least + rng.randrange(40)}
+        minimum = rng.randrange(-20, 20)
+        return {"type": "integer", "minimum": minimum, "maximum": minimum + rng.randrange(40)}
     if kind == 1:
         return {"type": "string", "minLength": rng.randrange(2), "maxLength": rng.randrange(1, 6)}
     if kind == 2:
@@ -52,9 +52,9 @@ def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
     if kind == 5:
         return {"type": "string", **rng.choice(({"format": "uuid"}, {"pattern": "^[a-c]{1,4}$"}))}
     if kind == 6:
-        least = rng.randrange(2)
+        minimum = rng.randrange(2)
         items = random_schema(rng, depth - 1)
-        return {"type": "array", "items": items, "minItems": least, "maxItems": least + rng.randrange(2)}
+        return {"type": "array", "items": items, "minItems": minimum, "maxItems": minimum + rng.randrange(2)}
     if kind == 7:
         return {"anyOf": [random_schema(rng, depth - 1) for _ in range(rng.randrange(1, 3))]}
     names = rng.sample(WORDS, rng.randrange(1, 4))

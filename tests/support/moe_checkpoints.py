@@ -49,6 +49,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek_v3": ("DeepseekV3", {**LATENT, "q_lora_rank": 10, "n_group": 4, "topk_group": 2}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "num_local_experts": 6,
+            "sliding_window": 7,
+            "swiglu_limit": 0.4,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
 }
 
 
@@ -86,7 +105,9 @@ def build_mixture(family: str, *, seed: int = 0, easy: bool = False, **overrides
             noise = torch.randn(tensor.shape, generator=generator)
             scale = 0.03 if easy and key.endswith(small) else 0.6 if easy and key.endswith(large) else 0.15
             # The router's correction moves experts past each other; its weights tell tokens apart.
-            scale = 0.3 if "mlp.gate." in key or key.endswith("bias") else scale
+            routes = "mlp.gate." in key or "mlp.router." in key
+            scale = 0.3 if routes or (key.endswith("bias") and not (easy and "experts" in key)) else scale
+            scale = 1.0 if key.endswith("sinks") else scale
             tensor.copy_(1 + 0.2 * noise if "norm" in key else scale * noise)
     return model
 

@@ -89,8 +89,8 @@ def packed_dtype(num_nodes: int) -> torch.dtype:
     Raises:
         ConfigError: more than 32 nodes.
     """
-    for most, dtype in PACKED_DTYPES:
-        if num_nodes <= most:
+    for maximum, dtype in PACKED_DTYPES:
+        if num_nodes <= maximum:
             return dtype
     raise ConfigError("tree mask mode QLEN_ONLY_BITPACKING", "at most 32 nodes", num_nodes)
 

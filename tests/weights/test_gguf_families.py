@@ -146,17 +146,28 @@ def test_metadata_that_is_wrong_is_named(tmp_path: Path) -> None:
     refused(file, tmp_path, pattern, "sliding_window_pattern: expected 4 flags")
 
 
-def test_experts_of_low_precision_are_refused_by_one_message(tmp_path: Path) -> None:
-    source = write_hf(build_mixture("qwen3_moe", hidden_size=32, moe_intermediate_size=32), tmp_path / "source")
+@torch.inference_mode()
+def test_experts_of_low_precision_load(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 32}
+    source = write_hf(build_mixture("qwen3_moe", **sizes), tmp_path / "source")
     metadata = {f"qwen3moe.{key}": value for key, value in (EXPERTS | {"expert_count": 6, "expert_feed_forward_length": 32}).items()}
     file = tmp_path / "model.gguf"
-    write_gguf(source, file, {}, arch="qwen3moe", metadata=metadata)
+    plain = write_gguf(source, file, {}, arch="qwen3moe", metadata=metadata)
+    kept: dict[str, torch.Tensor] = {}
 
     def pack(tensors: Any) -> Any:
-        name = "blk.0.ffn_up_exps.weight"
-        data, _ = tensors[name]
-        return tensors | {name: (gguf.quants.quantize(data.astype("float32"), Type.Q8_0), Type.Q8_0)}
+        found = dict(tensors)
+        for name, (data, _) in tensors.items():
+            if "_exps." in name:
+                codes = gguf.quants.quantize(data.astype("float32"), Type.Q8_0)
+                kept[name], found[name] = torch.from_numpy(gguf.quants.dequantize(codes, Type.Q8_0)), (codes, Type.Q8_0)
+        return found
 
-    folder = gguf_folder(copy_gguf(file, tmp_path / "packed.gguf", pack))
-    with pytest.raises(CheckpointError, match="experts that are not quantised"):
-        load_target(read_model_facts(folder), (), 32, torch.float32, "cpu")
+    packed = copy_gguf(file, tmp_path / "packed.gguf", pack)
+    model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager").eval()
+    for layer in range(model.config.num_hidden_layers):
+        experts = model.model.layers[layer].mlp.experts
+        gate, up, down = (kept[f"blk.{layer}.ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))
+        experts.gate_up_proj.copy_(torch.cat((gate, up), 1))
+        experts.down_proj.copy_(down)
+    torch.testing.assert_close(logits(packed), model(input_ids=tokens()).logits, rtol=1e-4, atol=1e-4)

@@ -9,7 +9,7 @@ from pathlib import Path
 from ...errors import CheckpointError
 from ...facts.draft import DraftFacts, DraftPass
 from ...facts.families import QWEN3
-from ...facts.keys import MOST_LAYERS, MOST_WIDTH, Keys, is_integer, read_architecture, read_config
+from ...facts.keys import MAX_LAYERS, MAX_WIDTH, Keys, is_integer, read_architecture, read_config
 from ...facts.model import ModelFacts
 from ...shapes import CycleShape
 from ..heads.config import (
@@ -116,14 +116,14 @@ def _read_taps(owners: tuple[Keys, ...], depth: int, default: tuple[int, ...], s
         taps = tuple(i + 1 for i in default)
     else:
         ids = owner.values[key]
-        if not isinstance(ids, list) or not 0 < len(ids) <= MOST_LAYERS or not all(is_integer(i) for i in ids):
+        if not isinstance(ids, list) or not 0 < len(ids) <= MAX_LAYERS or not all(is_integer(i) for i in ids):
             raise owner.error(key, "a list of layer ids")
         # The last stream of a speculators config is the target of its training, which the draft does not read.
         ids = ids[:-1] if speculators and len(ids) > 1 and ids[-1] == depth else ids
         taps = tuple(i if speculators else i + 1 for i in ids)
     if list(taps) != sorted(set(taps)) or not taps[0] > 0 or taps[-1] > depth:
-        least, most = (1, depth) if speculators else (0, depth - 1)
-        expected = f"ascending, distinct ids from {least} to {most} (the target has {depth} layers)"
+        minimum, maximum = (1, depth) if speculators else (0, depth - 1)
+        expected = f"ascending, distinct ids from {minimum} to {maximum} (the target has {depth} layers)"
         raise CheckpointError(f"{owner.where}: {key}", expected, list(owner.values.get(key) or taps))
     return taps
 
@@ -160,19 +160,19 @@ def read_dflash_config(path: str | Path, target: ModelFacts) -> tuple[DFlashFact
     owners = (own, keys, layers)
     if not all(owner.flag("use_aux_hidden_state", True) for owner in owners):
         raise keys.error("use_aux_hidden_state", "true (the draft reads intermediate layers of its target)")
-    layers.integer("num_hidden_layers", most=MOST_LAYERS)  # without a default, unlike that of other heads
+    layers.integer("num_hidden_layers", maximum=MAX_LAYERS)  # without a default, unlike that of other heads
     decoder = head_decoder(layers, path, architecture, QWEN3)
     check_vocabulary(layers, decoder, target)
-    width = keys.integer("target_hidden_size", decoder.hidden_size, most=MOST_WIDTH)
+    width = keys.integer("target_hidden_size", decoder.hidden_size, maximum=MAX_WIDTH)
     if decoder.hidden_size != target.hidden_size or width != target.hidden_size:
         raise layers.error("hidden_size", f"{target.hidden_size}, as in {target.path}", "the draft reads the target's embedding")
-    depth = keys.integer("num_target_layers", target.num_layers, most=MOST_LAYERS)
+    depth = keys.integer("num_target_layers", target.num_layers, maximum=MAX_LAYERS)
     if depth != target.num_layers:
         _LOG.warning("%s: num_target_layers is %d, but %s has %d layers", keys.where, depth, target.path, target.num_layers)
     block_owner, block_key = _first((own, keys), "block_size")
-    block = block_owner.integer(block_key, least=2, most=LONGEST_BLOCK)
+    block = block_owner.integer(block_key, minimum=2, maximum=LONGEST_BLOCK)
     mask_owner, mask_key = _first((own, keys), "mask_token_id")
-    mask = mask_owner.integer(mask_key, least=0)
+    mask = mask_owner.integer(mask_key, minimum=0)
     if mask >= target.vocab_size:
         raise mask_owner.error(mask_key, f"a token of the vocabulary of {target.vocab_size}")
     everywhere = _flag(owners, "causal", "causal_head", "is_causal")
@@ -183,7 +183,7 @@ def read_dflash_config(path: str | Path, target: ModelFacts) -> tuple[DFlashFact
     facts = DFlashFacts(
         path=path,
         decoder=decoder,
-        draft_vocab_size=keys.integer("draft_vocab_size", decoder.vocab_size, most=decoder.vocab_size),
+        draft_vocab_size=keys.integer("draft_vocab_size", decoder.vocab_size, maximum=decoder.vocab_size),
         target_hidden_size=target.hidden_size,
         feature_size=len(taps) * target.hidden_size,
         tap_layers=taps,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...config.checks import INT32_MOST, ascending, in_range
+from ...config.checks import INT32_MAX, ascending, in_range
 from ...errors import ConfigError
 from ...train.attention import SequenceAttention
 from ...train.drafter import NetworkConfig, begin_stream, feature_scale, named_tensors, shared_with
@@ -43,7 +43,7 @@ class DFlashConfig(MaskConfig):
         in_range("train.network.num_hidden_layers", self.num_hidden_layers, 1)
         in_range("train.network.block_size", self.block_size, 2, LONGEST_BLOCK)
         if self.tap_layers is not None:
-            ascending("train.network.tap_layers", self.tap_layers, 1, INT32_MOST)
+            ascending("train.network.tap_layers", self.tap_layers, 1, INT32_MAX)
 
     @property
     def steps(self) -> tuple[str, int] | None:

@@ -58,7 +58,7 @@ class EagleDraft(DraftNetwork):
         self.layer.enter_stack(DecoderStack([self.layer], [self.layer.input_layernorm], self.rotary.rotary_dim), 0)
 
     def output_norm(self) -> RMSNorm | None:
-        """That of HASS, where the head has it."""
+        """HASS's norm before the head, if present."""
         return self.lm_head_layernorm
 
     def forward(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention, step: int = 0) -> Tensor:

@@ -12,7 +12,7 @@ from ...errors import CheckpointError
 from ...facts.families import DEEPSEEK_V3, LLAMA, QWEN3
 from ...facts.family import Family
 from ...facts.files import plain
-from ...facts.keys import MOST_POSITIONS, Keys
+from ...facts.keys import MAX_POSITIONS, Keys
 from ...facts.layer_kinds import no_window, window_by_layer
 from ...facts.model import ModelFacts, read_decoder
 from ...facts.multipliers import NO_MULTIPLIERS
@@ -157,7 +157,7 @@ def head_decoder(keys: Keys, path: Path, architecture: str, family: Family = LLA
     decoder = read_decoder(keys, path, architecture, family).rotated_alike(keys.where)
     if decoder.latent is not None:
         decoder = replace(decoder, latent=replace(decoder.latent, norm_eps=decoder.rms_norm_eps))
-    return decoder if stated else replace(decoder, max_position_embeddings=MOST_POSITIONS)
+    return decoder if stated else replace(decoder, max_position_embeddings=MAX_POSITIONS)
 
 
 def check_vocabulary(keys: Keys, decoder: ModelFacts, target: ModelFacts) -> None:

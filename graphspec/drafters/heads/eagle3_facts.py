@@ -9,7 +9,7 @@ from typing import ClassVar, TypeVar
 
 from ...errors import CheckpointError
 from ...facts.draft import DraftFacts
-from ...facts.keys import MOST_LAYERS, MOST_WIDTH, Keys, is_integer, read_architecture, read_config
+from ...facts.keys import MAX_LAYERS, MAX_WIDTH, Keys, is_integer, read_architecture, read_config
 from ...facts.model import ModelFacts
 from .config import (  # fmt: skip
     check_vocabulary,
@@ -73,7 +73,7 @@ def _read_taps(owner: Keys, entering: bool) -> tuple[int, ...] | None:
     if owner.values.get(TAP_KEY) in (None, []):
         return None
     ids = owner.values[TAP_KEY]
-    if not isinstance(ids, list) or not 0 < len(ids) <= MOST_LAYERS or not all(is_integer(i) and abs(i) <= MOST_LAYERS for i in ids):
+    if not isinstance(ids, list) or not 0 < len(ids) <= MAX_LAYERS or not all(is_integer(i) and abs(i) <= MAX_LAYERS for i in ids):
         raise owner.error(TAP_KEY, "a list of layer ids")
     taps = tuple(i if entering else i + 1 for i in ids)
     if list(taps) != sorted(set(taps)) or taps[0] < 0:
@@ -168,7 +168,7 @@ def eagle3_config(path: Path, keys: Keys) -> tuple[Eagle3Facts, Keys]:
     draft_vocab_size = keys.integer("draft_vocab_size", decoder.vocab_size)
     if draft_vocab_size > decoder.vocab_size:
         raise keys.error("draft_vocab_size", f"at most vocab_size = {decoder.vocab_size}")
-    target_hidden_size = keys.integer("target_hidden_size", decoder.hidden_size, most=MOST_WIDTH)
+    target_hidden_size = keys.integer("target_hidden_size", decoder.hidden_size, maximum=MAX_WIDTH)
     facts = Eagle3Facts(
         path=path,
         decoder=decoder,

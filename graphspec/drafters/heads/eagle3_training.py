@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...config.checks import INT32_MOST, ascending, in_range
+from ...config.checks import INT32_MAX, ascending, in_range
 from ...errors import ConfigError
 from ...facts.layouts import Layout
 from ...train.drafter import Drafter, NetworkConfig, begin_stream, feature_scale, named_tensors, shared_with
@@ -43,7 +43,7 @@ class Eagle3Config(NetworkConfig):
         in_range("train.network.draft_vocab_size", self.draft_vocab_size, 1)
         if self.tap_layers is not None:
             # Readers of the checkpoint, this engine included, accept no other order.
-            ascending("train.network.tap_layers", self.tap_layers, 1, INT32_MOST)
+            ascending("train.network.tap_layers", self.tap_layers, 1, INT32_MAX)
 
 
 def choose_draft_vocab(counts_V: Tensor, size: int, always: Sequence[int]) -> Tensor:

@@ -12,7 +12,7 @@ from ...facts.draft import DraftFacts, DraftPass
 from ...facts.families import QWEN2, find_family, target_architectures
 from ...facts.family import Family
 from ...facts.files import find_file, open_file, parse_json, plain, read_shards
-from ...facts.keys import MOST_LAYERS, Keys, read_architecture, read_config
+from ...facts.keys import MAX_LAYERS, Keys, read_architecture, read_config
 from ...facts.layouts import PREDICTION_HEADS
 from ...facts.model import ModelFacts, read_decoder
 from ...facts.quantisation import WORDS
@@ -89,7 +89,7 @@ def _find_heads(path: Path) -> tuple[str, list[int], list[str]]:
 def _count(keys: Keys, layout: str, heads: list[int], names: list[str]) -> int:
     """The number of heads, on which config and tensors must agree."""
     key = next((key for key in COUNT_KEYS if key in keys.values), COUNT_KEYS[1 if layout == "qwen" else 0])
-    declared = keys.integer(key, 0, least=0, most=MOST_LAYERS)
+    declared = keys.integer(key, 0, minimum=0, maximum=MAX_LAYERS)
     if not heads:
         expected = "a checkpoint with multi-token-prediction heads"
         if declared:
@@ -177,7 +177,7 @@ def read_mtp_facts(path: str | Path, target: ModelFacts) -> MTPFacts:
         family = replace(family, experts=None)
     if keys.flag("mtp_use_dedicated_embeddings", False):
         raise keys.error("mtp_use_dedicated_embeddings", "absent or false", "heads share the target's embedding")
-    num_layers = keys.integer("num_hidden_layers", most=MOST_LAYERS)
+    num_layers = keys.integer("num_hidden_layers", maximum=MAX_LAYERS)
     if layout == "deepseek" and heads[0] not in (0, num_layers, target.num_layers):
         expected = f"heads numbered from {num_layers} (num_hidden_layers) or from 0"
         raise CheckpointError(f"{path}: model.layers.{heads[0]}.eh_proj.weight", expected, f"from {heads[0]}")

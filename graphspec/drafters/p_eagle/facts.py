@@ -65,7 +65,7 @@ def p_eagle_config(path: Path, keys: Keys) -> tuple[PEagleFacts, Keys]:
     """
     facts, decoder_keys = eagle3_config(path, _as_eagle3(keys))
     key = next((key for key in MASK_KEYS if keys.present(key)), MASK_KEYS[0])
-    mask = keys.integer(key, least=0)
+    mask = keys.integer(key, minimum=0)
     if mask >= facts.decoder.vocab_size:
         raise keys.error(key, f"a token of the vocabulary of {facts.decoder.vocab_size}")
     return _of(facts, mask_token_id=mask), decoder_keys

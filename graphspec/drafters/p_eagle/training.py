@@ -52,7 +52,7 @@ class PEagleDrafter(MaskDrafter, Eagle3Drafter):
 
     @property
     def scale_F(self) -> Tensor:
-        """Of the features that ``fc`` is trained on."""
+        """Factor of each feature before ``fc``."""
         return cast("Linear", self.network.fc).get_buffer("input_scale")
 
     def start_from(self, target: PreTrainedModel, counts_V: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""In front of a cycle of depth 0: the drafter reads what was decoded without it."""
+"""Runs before a cycle of depth 0: the drafter reads the tokens that were decoded without it."""
 
 from __future__ import annotations
 

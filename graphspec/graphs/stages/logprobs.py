@@ -61,12 +61,12 @@ def write_prompt_logprobs(
     entry_C = torch.arange(chunk, device=token_1C.device)
     following_11 = v.following_token_R[v.lane_row_B][:, None]
     next_1C = torch.where(entry_C == length_1 - 1, following_11, token_1C.roll(-1, 1)).clamp(min=0)
-    most = v.ring_prompt_top_token_ZCO.shape[-1]
+    maximum = v.ring_prompt_top_token_ZCO.shape[-1]
     for begin in range(0, chunk, SCORED):
         end = min(begin + SCORED, chunk)
         logprob_1TV = torch.log_softmax(scores.whole(target.logits(hidden_1CH[:, begin:end])), -1)
         chosen_1T = logprob_1TV.gather(-1, next_1C[:, begin:end, None]).squeeze(-1)
-        value_1TO, token_1TO = stable_topk(logprob_1TV, most)
+        value_1TO, token_1TO = stable_topk(logprob_1TV, maximum)
         for name, found in zip(PROMPT_RING, (chosen_1T, value_1TO, token_1TO), strict=True):
             getattr(v, name)[:, begin:end].index_copy_(0, slot_1, found)
 

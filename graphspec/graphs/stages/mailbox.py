@@ -181,21 +181,21 @@ class MailLayout:
         Raises:
             ResourceError: more changes than a message holds.
         """
-        most_tokens = self.max_tokens if len(message.chunks) < 2 else self.max_lane_tokens
-        for key, count, most in (
+        max_tokens = self.max_tokens if len(message.chunks) < 2 else self.max_lane_tokens
+        for key, count, maximum in (
             ("lanes", len(message.lanes), self.max_lanes),
             ("aborts", len(message.aborts), self.max_aborts),
             ("prompts", max(len(message.chunks), len(message.joins)), self.max_chunks),
-            ("chunk tokens", max((len(chunk.tokens) for chunk in message.chunks), default=0), most_tokens),
+            ("chunk tokens", max((len(chunk.tokens) for chunk in message.chunks), default=0), max_tokens),
             ("tree nodes", max((len(tokens) for tokens, _ in message.trees), default=0), self.max_nodes),
             ("stop ids", max((len(join.stop_ids) for join in message.joins), default=0), self.max_stop_ids),
         ):
-            if count > most:
-                raise ResourceError(f"mailbox {key}", f"at most {most} in one launch", count)
+            if count > maximum:
+                raise ResourceError(f"mailbox {key}", f"at most {maximum} in one launch", count)
         beyond = len(message.pages) - self.max_pages
         if beyond > (self.max_chunk_pages if message.chunks else 0):
-            most = self.max_pages + (self.max_chunk_pages if message.chunks else 0)
-            raise ResourceError("mailbox page updates", f"at most {most} in one launch", len(message.pages))
+            maximum = self.max_pages + (self.max_chunk_pages if message.chunks else 0)
+            raise ResourceError("mailbox page updates", f"at most {maximum} in one launch", len(message.pages))
         words = out.numpy()
         words[:] = _empty_message(self)
         words[self.lanes : self.lanes + len(message.lanes)] = message.lanes

@@ -29,13 +29,13 @@ class Scores:
 
     @classmethod
     def of_target(cls, build: Build) -> Scores:
-        """Of the target in a program; one token is sampled per position."""
+        """Scores of the target's logits; one token is sampled per position."""
         needs_all = target_needs_all(build.sampling, build.plan.accept)
         return cls(build.target, build.kernels, 1, needs_all=needs_all)
 
     @classmethod
     def of_draft(cls, build: Build) -> Scores:
-        """Of the draft network in a program. A rule that judges drafts by their probability keeps all of it."""
+        """Scores of the draft's logits. All of them are kept if the acceptance rule needs draft probabilities."""
         drawn = build.sampling.noise and build.plan.accept.sampled_drafts
         return cls(build.draft, build.kernels, build.shape.topk, needs_all=build.sampling.changes_logits or drawn)
 

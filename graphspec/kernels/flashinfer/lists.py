@@ -55,7 +55,7 @@ def place_tokens(call: PreparedCall, page_size: int) -> int:
     return 1 if by_slot(call) else page_size
 
 
-def most_places(call: PreparedCall, lanes: int, page_size: int, table_width: int) -> int:
+def max_places(call: PreparedCall, lanes: int, page_size: int, table_width: int) -> int:
     """Most places of any plan of the call."""
     slots = table_width * page_size + call.tokens
     return lanes * (slots if by_slot(call) else -(-slots // page_size))

@@ -10,8 +10,8 @@ from ...config.hints import install_hint
 from ...errors import ConfigError
 
 DISTRIBUTION = "flashinfer-python"
-LEAST, BELOW = "0.6.18", "0.8"
-SUPPORTED = f">={LEAST},<{BELOW}"
+MIN, BELOW = "0.6.18", "0.8"
+SUPPORTED = f">={MIN},<{BELOW}"
 """The supported versions; the extra ``cuda`` of pyproject.toml repeats them, and a test compares the two."""
 
 CAPABILITIES = (9, 10, 12)
@@ -42,7 +42,7 @@ def release(version: str) -> tuple[int, ...]:
 
 def is_supported(version: str) -> bool:
     """Whether ``version`` is in :data:`SUPPORTED`."""
-    return release(LEAST) <= release(version) < release(BELOW)
+    return release(MIN) <= release(version) < release(BELOW)
 
 
 def installed() -> str | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...errors import CaptureError
 from ..host_step import PreparedCall, RowSpan
-from .lists import KeyLists, key_lists, most_places, place_tokens
+from .lists import KeyLists, key_lists, max_places, place_tokens
 
 WORKSPACE_BYTES = 128 * 2**20
 """Least scratch for partial results."""
@@ -56,7 +56,7 @@ class Wrapper:
     def __init__(self, call: PreparedCall, lanes: int, page_size: int, table_width: int, dtype: torch.dtype, workspace: Tensor) -> None:
         self.call, self.lanes, self.page_size, self.dtype = call, lanes, page_size, dtype
         device = self._device = workspace.device
-        capacity = most_places(call, lanes, page_size, table_width)
+        capacity = max_places(call, lanes, page_size, table_width)
         self._places = torch.zeros(capacity, dtype=torch.int32, device=device)
         self._staged = torch.zeros(capacity, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._info: tuple[int, ...] | None = None

@@ -22,7 +22,7 @@ from ..registry import op_of
 from .hopper import MULTIPROCESSORS
 
 NAMESPACE = "graphspec"
-MOST_PROGRAMS = 65535
+MAX_PROGRAMS = 65535
 """Largest extent of a grid in its second and third dimension."""
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
@@ -173,8 +173,8 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, num
     Raises:
         CaptureError: the grid is larger than CUDA allows.
     """
-    if any(extent > MOST_PROGRAMS for extent in grid[1:]):
-        raise CaptureError(f"grid of {kernel.fn.__name__}", f"at most {MOST_PROGRAMS} in its last two dimensions", tuple(grid))
+    if any(extent > MAX_PROGRAMS for extent in grid[1:]):
+        raise CaptureError(f"grid of {kernel.fn.__name__}", f"at most {MAX_PROGRAMS} in its last two dimensions", tuple(grid))
     pdl = "PDL" in kernel.arg_names
     if pdl:
         constexprs["PDL"] = programmatic = _state.get().programmatic and not INTERPRETED

@@ -23,7 +23,7 @@ section 5.3); the magnitudes of ``e2m1`` are 0, 0.5, 1, 1.5, 2, 3, 4 and 6."""
 
 
 def code_bits(code: str) -> int:
-    """Of a code."""
+    """Bits of a code of this kind."""
     return 4 if code in ("int4", "uint4", "e2m1") else 8
 
 
@@ -53,7 +53,7 @@ class Packed(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return code_bits(self.code)
 
     @property
@@ -63,7 +63,7 @@ class Packed(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Those that are there, by field."""
+        """Its tensors by field; fields that are None are left out."""
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Packed:
@@ -79,6 +79,17 @@ class Packed(NamedTuple):
 def as_bytes(tensor: Tensor) -> Tensor:
     """8-bit floats and integers as bytes, which every op takes; others as they are."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def take_rows(weight: Packed, row: Tensor) -> Packed:
+    """These output rows of a weight.
+
+    Args:
+        weight: ``[N, K]``.
+        row: int64 ``[M]``.
+    """
+    by_row = {name: tensor for name, tensor in weight.tensors.items() if name != "group_of"}
+    return weight.with_tensors({name: as_bytes(tensor)[row].view(tensor.dtype) for name, tensor in by_row.items()})
 
 
 def check_packed(weight: Packed, key: str) -> None:

@@ -38,7 +38,9 @@ def bits(value: float) -> int:
     return word
 
 
-MOST_DIMS = 6
+KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of pools, whose numbers are widened to float32 as they are read."""
+MAX_DIMS = 6
 
 
 def copy(to: Tensor, x: Tensor) -> None:
@@ -49,12 +51,12 @@ def copy(to: Tensor, x: Tensor) -> None:
         x: of the same dtype, shape or a shape that broadcasts to it.
 
     Raises:
-        ConfigError: another dtype, or more than :data:`MOST_DIMS` dimensions.
+        ConfigError: another dtype, or more than :data:`MAX_DIMS` dimensions.
     """
-    if to.dtype != x.dtype or to.dim() > MOST_DIMS:
-        raise ConfigError("native copy", f"{to.dtype} of at most {MOST_DIMS} dimensions", f"{x.dtype} of {to.dim()}")
+    if to.dtype != x.dtype or to.dim() > MAX_DIMS:
+        raise ConfigError("native copy", f"{to.dtype} of at most {MAX_DIMS} dimensions", f"{x.dtype} of {to.dim()}")
     x = x.expand(to.shape)
-    room = [1] * (MOST_DIMS - to.dim())
+    room = [1] * (MAX_DIMS - to.dim())
     call("copy", (to, x), to.element_size(), *room, *to.shape, *room, *to.stride(), *room, *x.stride())
 
 

@@ -30,7 +30,7 @@ class Pace {
     // Together is the way that another program can slow down from one moment to the next.
     slower_ = together_ && now > CLEAR * standing_ ? slower_ + 1 : 0;
     if (runs_ < until_ && slower_ < WINDOW) return;
-    if (slower_ == WINDOW) stay_ = LEAST;
+    if (slower_ == WINDOW) stay_ = MIN_STAY;
     trying_ = true;
     tries_ = slow_ = slower_ = 0;
   }
@@ -39,7 +39,7 @@ class Pace {
   static constexpr int WINDOW = 5, GIVE_UP = 2;
   static constexpr double CLEAR = 1.25;  // times a time that no jitter of a calm machine explains
   static constexpr double GAIN = 0.97;   // share of the time that is worth a change
-  static constexpr int64_t LEAST = 64, MOST = 16384;
+  static constexpr int64_t MIN_STAY = 64, MAX_STAY = 16384;
 
   using Times = std::array<double, WINDOW>;
 
@@ -55,9 +55,9 @@ class Pace {
     if (better) {
       together_ = !together_;
       recent_ = tried_;
-      stay_ = LEAST;
+      stay_ = MIN_STAY;
     } else {
-      stay_ = std::min(2 * stay_, MOST);
+      stay_ = std::min(2 * stay_, MAX_STAY);
     }
     standing_ = median(recent_, WINDOW);
     trying_ = false;
@@ -69,7 +69,7 @@ class Pace {
   Times recent_{}, tried_{};
   double standing_ = 0.0;
   int tries_ = 0, slow_ = 0, slower_ = 0;
-  int64_t runs_ = 0, until_ = 3 * WINDOW, stay_ = LEAST;
+  int64_t runs_ = 0, until_ = 3 * WINDOW, stay_ = MIN_STAY;
 };
 
 }  // namespace graphspec

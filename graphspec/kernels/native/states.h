@@ -17,7 +17,7 @@
 namespace {
 
 constexpr int64_t LANES = 16;    // of a vector
-constexpr int MOST_VECTORS = 4;  // of a tile
+constexpr int MAX_VECTORS = 4;  // of a tile
 
 // One head: pointers to its tokens and its state.
 struct StateHead {
@@ -95,15 +95,15 @@ struct StateTile {
 
 template <class RULE, class Work>
 inline void each_tile(const StateHead& h, StateScratch& s, int64_t buffers, Work&& work) {
-  const int64_t most = buffers * h.key_dim * MOST_VECTORS * LANES;
+  const int64_t most = buffers * h.key_dim * MAX_VECTORS * LANES;
   if (static_cast<int64_t>(s.buffers.size()) < most) s.buffers.resize(most);
-  for (int64_t first = 0; first < h.value_dim; first += MOST_VECTORS * LANES) {
-    const int64_t width = std::min<int64_t>(MOST_VECTORS * LANES, h.value_dim - first);
+  for (int64_t first = 0; first < h.value_dim; first += MAX_VECTORS * LANES) {
+    const int64_t width = std::min<int64_t>(MAX_VECTORS * LANES, h.value_dim - first);
     switch ((width + LANES - 1) / LANES) {
       case 1: work(StateTile<RULE, 1>{h, s, first, width}); break;
       case 2: work(StateTile<RULE, 2>{h, s, first, width}); break;
       case 3: work(StateTile<RULE, 3>{h, s, first, width}); break;
-      default: work(StateTile<RULE, MOST_VECTORS>{h, s, first, width});
+      default: work(StateTile<RULE, MAX_VECTORS>{h, s, first, width});
     }
   }
 }

@@ -48,19 +48,19 @@ def filter_logits(logits_BTV: Tensor, temperature_B: Tensor, top_k_B: Int64, top
 
     limited_B11 = ((top_k_B > 0) & (top_k_B < vocab))[:, None, None]
     last_BT1 = (top_k_B - 1).clamp(0, vocab - 1)[:, None, None].expand(-1, logits_BTV.shape[1], -1)
-    least_k_BT1 = torch.where(limited_B11, sorted_BTV.gather(-1, last_BT1), -torch.inf)
+    min_k_BT1 = torch.where(limited_B11, sorted_BTV.gather(-1, last_BT1), -torch.inf)
 
     weight_BTV = torch.exp((sorted_BTV - peak_BT1) / temperature_B11)
-    mass_BTV = torch.where(sorted_BTV >= least_k_BT1, (weight_BTV * 2.0**MASS_BITS).to(torch.int64), 0)
+    mass_BTV = torch.where(sorted_BTV >= min_k_BT1, (weight_BTV * 2.0**MASS_BITS).to(torch.int64), 0)
     upto_BTV = mass_BTV.cumsum(-1)
     wanted_BT1 = top_p_B.double()[:, None, None] * upto_BTV[..., -1:]
     # Nothing is above the first, and rounding must not remove it.
     inside_BTV = (upto_BTV - mass_BTV < wanted_BT1) | (torch.arange(vocab, device=logits_BTV.device) == 0)
-    least_p_BT1 = torch.where(inside_BTV, sorted_BTV, torch.inf).amin(-1, keepdim=True)
-    least_p_BT1 = torch.where(top_p_B[:, None, None] < 1, least_p_BT1, -torch.inf)
+    min_p_BT1 = torch.where(inside_BTV, sorted_BTV, torch.inf).amin(-1, keepdim=True)
+    min_p_BT1 = torch.where(top_p_B[:, None, None] < 1, min_p_BT1, -torch.inf)
 
     # log(0) is -inf: a min_p of 0 keeps everything.
-    least_m_BT1 = peak_BT1 + temperature_B11 * torch.log(min_p_B)[:, None, None]
-    least_BT1 = torch.maximum(torch.maximum(least_k_BT1, least_p_BT1), least_m_BT1)
-    kept_BTV = torch.where(finite_BTV >= least_BT1, finite_BTV, -torch.inf)
+    min_m_BT1 = peak_BT1 + temperature_B11 * torch.log(min_p_B)[:, None, None]
+    min_BT1 = torch.maximum(torch.maximum(min_k_BT1, min_p_BT1), min_m_BT1)
+    kept_BTV = torch.where(finite_BTV >= min_BT1, finite_BTV, -torch.inf)
     return torch.where((temperature_B > 0)[:, None, None], kept_BTV, logits_BTV)

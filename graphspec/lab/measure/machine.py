@@ -11,7 +11,7 @@ import torch
 from ...plan.buffers import DTYPES
 from .metrics import quantiles
 
-LEAST_COPY = 2**14
+MIN_COPY = 2**14
 """Bytes of the smallest copy that is timed; a call takes longer than a smaller one."""
 COPIED_AT_ONCE = 2**24
 """Bytes that are copied on a CPU between two readings of the clock."""
@@ -28,7 +28,7 @@ def measure(
         warm_up: seconds before that, at least one block.
 
     Returns:
-        ``median``, ``least``, ``p10``, ``p90`` in milliseconds, and the number of ``blocks``.
+        ``median``, ``minimum``, ``p10``, ``p90`` in milliseconds, and the number of ``blocks``.
     """
     on_gpu = device == "cuda"
 
@@ -72,7 +72,7 @@ def copy_bandwidth(device: str, gib: float | None = None, seconds: float = 0.5, 
     on_gpu = device == "cuda"
     size = int((gib if gib is not None else 2.0 if on_gpu else 0.25) * 2**30)
     if working_set is not None and not on_gpu:
-        size = min(size, max(LEAST_COPY, int(working_set) // 2))
+        size = min(size, max(MIN_COPY, int(working_set) // 2))
     # Not zeros: memory that was never written can be one page for all.
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source).copy_(source)

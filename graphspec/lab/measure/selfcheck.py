@@ -25,7 +25,7 @@ from ...plan.runtime import resolve_runtime
 from ...text.tokenizer import Tokenizer
 from .workload import make_workload
 
-MOST_TOKENS = 32
+MAX_TOKENS = 32
 SPARE_CONTEXT = 256
 """Positions past prompt and output: windows, and rounding to pages."""
 
@@ -42,7 +42,7 @@ def check_runtime(config: LaunchConfig) -> dict[str, Any]:
     """
     folder = model_folder(config.model.path, config.model.revision)
     prompt = make_workload(config, lambda text: Tokenizer(folder).encode(text), read_model_facts(folder).vocab_size).requests[0].prompt
-    tokens = min(config.workload.output_tokens, MOST_TOKENS)
+    tokens = min(config.workload.output_tokens, MAX_TOKENS)
     context = min(config.model.max_context or len(prompt) + tokens + SPARE_CONTEXT, len(prompt) + tokens + SPARE_CONTEXT)
     runtime = replace(config.runtime, max_rows=1, buckets=[1], depth_per_bucket={}, num_pages=None)
     small = replace(config, runtime=runtime, model=replace(config.model, max_context=context))

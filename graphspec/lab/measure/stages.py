@@ -47,7 +47,9 @@ def profile_cycles(
     run(free)
     key = free.most_common()
     not_measured: dict[str, str] = {}
-    model = FloorModel.of(plan.target, plan.draft, plan.dtype, plan.variant, token_map, packed=uses_packed_weights(plan))
+    model = FloorModel.of(
+        plan.target, plan.draft, plan.weight_dtype, plan.variant, token_map, packed=uses_packed_weights(plan), kv_dtype=plan.kv_dtype
+    )
     if bandwidth is None or plan.device == "cpu":
         touched = model.working_set(key.shape, key.bucket, context) if isinstance(key, GraphKey) else None
         bandwidth = copy_bandwidth(plan.device, seconds=0.2, working_set=touched)
@@ -88,9 +90,9 @@ def profile_cycles(
 
 
 def _stage_row(name: str, milliseconds: float, floor: tuple[float, float] | None) -> dict[str, Any]:
-    size, least = floor if floor is not None else (None, None)
-    share = percent_of_floor(least, milliseconds) if least is not None else None
-    return {"name": name, "ms": milliseconds, "bytes": size, "floor_ms": least, "percent_of_floor": share}
+    size, minimum = floor if floor is not None else (None, None)
+    share = percent_of_floor(minimum, milliseconds) if minimum is not None else None
+    return {"name": name, "ms": milliseconds, "bytes": size, "floor_ms": minimum, "percent_of_floor": share}
 
 
 class Probe(Recorder):

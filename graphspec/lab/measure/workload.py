@@ -136,8 +136,8 @@ def random_prompts(workload: WorkloadConfig, vocab_size: int) -> list[list[int]]
     """Ids drawn uniformly from the vocabulary; lengths from ``input_tokens * (1 - spread)`` to ``input_tokens * (1 + spread)``."""
     assert workload.input_tokens is not None
     drawn = random.Random(workload.seed)
-    least, most = (max(1, round(workload.input_tokens * (1 + sign * workload.input_spread))) for sign in (-1, 1))
-    return [[drawn.randrange(vocab_size) for _ in range(drawn.randint(least, most))] for _ in range(workload.requests)]
+    minimum, maximum = (max(1, round(workload.input_tokens * (1 + sign * workload.input_spread))) for sign in (-1, 1))
+    return [[drawn.randrange(vocab_size) for _ in range(drawn.randint(minimum, maximum))] for _ in range(workload.requests)]
 
 
 def held_out_texts() -> list[str]:

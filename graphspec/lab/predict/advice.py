@@ -182,8 +182,13 @@ class Outlook:
             assumed = isinstance(self.timing, Efficiency)
             return cost.floor_ms(self.hardware) if assumed else self.timing.milliseconds(cost, self.hardware)
 
-        most = (1 + slack) * verify(1)
-        return 1 + bisect_left(range(2, MAX_WINDOW + 1), True, key=lambda nodes: verify(nodes) > most)
+        maximum = (1 + slack) * verify(1)
+        return 1 + bisect_left(range(2, MAX_WINDOW + 1), True, key=lambda nodes: verify(nodes) > maximum)
+
+    def verify_costs(self, batch: int, nodes: Sequence[int]) -> list[StageCost]:
+        """What verification costs with each of these numbers of nodes per row."""
+        shapes = (PLAIN if count == 1 else CycleShape(count - 1, 1, count) for count in nodes)
+        return [self.model.stages(shape, batch, self.context)[-1] for shape in shapes]
 
     def crossover(self, lengths: Mapping[CycleShape, float], largest: int = LARGEST_BATCH) -> int | None:
         """The smallest batch from which no shape is predicted to be faster than plain decoding; None: up to ``largest`` some always is.
@@ -223,9 +228,9 @@ def candidate_shapes(variant: Variant, heads: int = 1, deepest: int | None = Non
         return found
     for depth in depths:
         for fan in _FANS:
-            most = 1 + (fan * depth if pool == "paths" else fan + (depth - 1) * fan**2)
+            maximum = 1 + (fan * depth if pool == "paths" else fan + (depth - 1) * fan**2)
             slots = (depth - 1) * fan + 1 if pool == "beams" else 0
             found += [
-                CycleShape(depth, fan, nodes, pool) for nodes in sizes if depth + 1 < nodes <= most and max(nodes, slots) <= MAX_WINDOW
+                CycleShape(depth, fan, nodes, pool) for nodes in sizes if depth + 1 < nodes <= maximum and max(nodes, slots) <= MAX_WINDOW
             ]
     return found

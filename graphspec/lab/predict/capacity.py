@@ -18,6 +18,7 @@ from ...errors import spell_bytes
 from ...graphs.memory import GIB, MemoryPlan, fit_memory, parameter_bytes
 from ...kernels import resolve
 from ...models.stack import uses_packed_weights
+from ...plan.dtypes import resolve_dtypes
 from ...plan.plan import Plan, make_plan
 from ...plan.runtime import resolve_runtime
 from ...shapes import PLAIN
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from ..floor import FloorModel
     from .model_pair import ModelPair
 
-MOST_ROWS = 4096
+MAX_ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +142,9 @@ def capacity(
         return found.total <= found.budget
 
     longest = pair.target.longest_context
-    most = longest_context = served = None
+    maximum = longest_context = served = None
     if memory is not None:
-        most = _largest(lambda rows: fits(rows, context), MOST_ROWS)
+        maximum = _largest(lambda rows: fits(rows, context), MAX_ROWS)
         page = config.runtime.page_size
         pages = _largest(lambda count: fits(1, min(count * page, longest)), -(-longest // page))
         longest_context = min(pages * page, longest)
@@ -153,12 +154,12 @@ def capacity(
         fitted, its = fit_memory(planned, chosen, _weights(pair, planned, sizes))
         served = (lanes, whole, (fitted.num_pages - 1) * page if its.total <= its.budget else 0)
     batches = config.plan.batches
-    shown = max((batch for batch in batches if most is None or batch <= most), default=batches[0])
+    shown = max((batch for batch in batches if maximum is None or batch <= maximum), default=batches[0])
     engine, plan = at(shown, context)
     recurrent = pair.target.recurrent
     per_token = (
-        kv_bytes_per_token(pair.target, model.itemsize),
-        kv_bytes_per_token(smallest.draft.decoder, model.itemsize) if smallest.draft is not None else 0,
+        kv_bytes_per_token(pair.target, model.kv_itemsize),
+        kv_bytes_per_token(smallest.draft.decoder, model.kv_itemsize) if smallest.draft is not None else 0,
     )
     return Capacity(
         parts=tuple((line.name, line.size, line.estimate) for line in plan.lines),
@@ -167,7 +168,7 @@ def capacity(
         kv_per_token=per_token,
         window=shape.window_width * sum(per_token),
         budget=plan.budget if memory is not None else None,
-        rows=most,
+        rows=maximum,
         longest=longest_context,
         chunks=engine.prefill_chunks,
         runtime=str(engine.runtime),
@@ -212,7 +213,14 @@ def _network_sizes(config: LaunchConfig, pair: ModelPair, model: FloorModel, pla
 def packs_weights(config: Config, device: str, dtype: str) -> bool:
     """Whether linear layers of the engine would hold their weights packed."""
     mode = config.kernels.mode if config.kernels.mode != "auto" else resolve_runtime(config.runtime.name, device).kernels
-    return device == "cpu" and resolve("kernels.linear", config.kernels.linear, mode, device, dtype) == "native"
+    compute = resolve_dtypes(dtype, "auto", dtype, device, mode).compute
+    return device == "cpu" and resolve("kernels.linear", config.kernels.linear, mode, device, compute) == "native"
+
+
+def kv_dtype_of(config: Config, device: str, dtype: str) -> str:
+    """Of the engine's KV pools."""
+    mode = config.kernels.mode if config.kernels.mode != "auto" else resolve_runtime(config.runtime.name, device).kernels
+    return resolve_dtypes(dtype, config.runtime.kv_dtype, dtype, device, mode).kv
 
 
 def engine_plan(

@@ -12,6 +12,7 @@ from ...config.command_options import LaunchConfig
 from ...config.paths import check_writable, make_folder
 from ...errors import spell_bytes
 from ...host.terminal import status, table
+from ...kernels.linear.moe_route import distinct_experts
 from ..measure.provenance import provenance, write_jsonl
 from .advice import FREE, LARGEST_BATCH, Efficiency
 from .latency import gathered
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 KERNELS_SHOWN = 6
+NODES = (1, 2, 3, 4, 8, 16)
+"""For which the experts that are read are shown."""
 LENGTHS = (1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0)
 """Acceptance lengths for which speeds are shown."""
 
@@ -71,6 +74,8 @@ def show(advice: Advice, console: Console | None = None) -> None:
     console.print()
     for draw in (memory_table, batches_table, stages_table, lengths_table):
         console.print(draw(advice))
+    if advice.outlook.model.target.experts is not None and advice.variant.speculates:
+        console.print(experts_table(advice))
     if advice.ranks:
         console.print(ranks_table(advice))
     if advice.launches:
@@ -179,11 +184,11 @@ def memory_table(advice: Advice) -> Table:
 def batches_table(advice: Advice) -> Table:
     """One line per batch: plain decoding and the recommended shape."""
     headings = ("batch", "plain ms", "tok/s", "shape", "ms", "length", "tok/s", "ratio", "pays from", "free N", "fits")
-    most = advice.capacity.rows
+    maximum = advice.capacity.rows
     rows = []
     for row in advice.rows:
         plain = (f"{row.plain.prediction.cycle_ms:.2f}", f"{row.plain.tokens_per_second:,.0f}")
-        fits = "?" if most is None else "yes" if row.batch <= most else "no"
+        fits = "?" if maximum is None else "yes" if row.batch <= maximum else "no"
         pays = f"{row.break_even:.2f}" if row.best.shape.num_steps else "-"
         rows.append((str(row.batch), *plain, spell(row.best.shape), *_figures(row.best, row), pays, str(row.free), fits))
     other = [(entry, row) for entry, row in zip(advice.configured, advice.rows, strict=False) if entry.shape != row.best.shape]
@@ -210,6 +215,21 @@ def stages_table(advice: Advice) -> Table:
             rows.append((str(row.batch), name, *map(spell_bytes, sizes), f"{stage.floor_ms:.3f}", f"{stage.ms:.3f}", bound))
     headings = ("batch", "stage", "bytes", "weights", "experts", "KV, states", "floor ms", "ms", "bound")
     return table("stages with weights, recommended shape", headings, rows, ("stage", "bound"))
+
+
+def experts_table(advice: Advice) -> Table:
+    """What several nodes read of a mixture of experts, and how many tokens of a cycle that costs before any draft."""
+    outlook, batch = advice.outlook, advice.rows[0].batch
+    facts, rows = outlook.model.target.experts, []
+    assert facts is not None, "a mixture"
+    costs = outlook.verify_costs(batch, NODES)
+    plain = costs[0].floor_ms(outlook.hardware)
+    for nodes, cost in zip(NODES, costs, strict=True):
+        floor, hit = cost.floor_ms(outlook.hardware), distinct_experts(facts.num_experts, facts.topk, batch * nodes)
+        rows.append((str(nodes), f"{hit:.1f}", spell_bytes(cost.parts["experts"]), f"{floor:.3f}", f"{floor / plain:.2f}"))
+    title = f"experts of a layer that N nodes read, of {facts.num_experts}, batch {batch}"
+    caption = "As if nodes chose independently. Tokens: what a cycle has to commit to make up for it, drafts not counted."
+    return table(title, ("N", "experts", "bytes of all", "floor ms", "tokens"), rows, caption=caption)
 
 
 def launches_table(advice: Advice) -> Table:
@@ -243,11 +263,15 @@ def crossover_line(advice: Advice) -> str:
     free = f"free N: verification costs at most {FREE:.0%} more than for one node; pays from: tokens per cycle that beat plain decoding."
     if not advice.variant.speculates:
         return free
+    maximum = advice.capacity.rows
+    up_to = f"that fits, up to {maximum}" if maximum else f"up to {LARGEST_BATCH}"
+    if advice.crossover == 1:
+        return f"Drafting is predicted to pay at no batch {up_to}. {free}"
+    losing = [str(row.batch) for row in advice.rows if not row.best.shape.num_steps and row.batch < (advice.crossover or LARGEST_BATCH)]
+    but = f"; of those above it does not pay at {', '.join(losing)}" if losing else ""
     if advice.crossover is None:
-        most = advice.capacity.rows
-        up_to = f"that fits, up to {most}" if most else f"up to {LARGEST_BATCH}"
-        return f"Drafting is predicted to pay at every batch {up_to}. {free}"
-    return f"Drafting stops paying at batch {advice.crossover}. {free}"
+        return f"Drafting is predicted to pay at {'some batches' if losing else 'every batch'} {up_to}{but}. {free}"
+    return f"Drafting stops paying at batch {advice.crossover}{but}. {free}"
 
 
 def predictions_table(advice: Advice) -> Table:

@@ -105,8 +105,8 @@ def places(step: Step) -> int:
     entries = [used for used in _table().get(step.kernel, []) if used["warps"] == warps]
     if not entries:
         return MULTIPROCESSORS
-    most = {key: max(used[key] for used in entries) for key in ("registers", "shared")}
-    return MULTIPROCESSORS * resident({**most, "warps": warps})
+    maximum = {key: max(used[key] for used in entries) for key in ("registers", "shared")}
+    return MULTIPROCESSORS * resident({**maximum, "warps": warps})
 
 
 def estimate(step: Step, at: Situation, hardware: Hardware, device: Latencies = HOPPER) -> Estimate:

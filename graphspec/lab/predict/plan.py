@@ -23,7 +23,7 @@ from ..floor import FloorModel, Hardware
 from ..measure.machine import copy_bandwidth, matmul_rate
 from .acceptance import Acceptance, usual_sibling
 from .advice import LARGEST_BATCH, Efficiency, Outlook, Ranked, StagePrediction, Timing, candidate_shapes
-from .capacity import Capacity, Shortfall, capacity, find_shortfall, packs_weights
+from .capacity import Capacity, Shortfall, capacity, find_shortfall, kv_dtype_of, packs_weights
 from .from_results import Measured, acceptance_of, calibrate, predictions, read_measured
 from .latency import DEVICES, CycleEstimate, estimate_cycle
 from .launches import planned_steps
@@ -179,7 +179,8 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
         raise ConfigError("plan.context", f"at most the checkpoint's {longest}", context)
     draft, chosen = draft_of_rank(config, pair.target, pair, variant, device=device, dtype=dtype)
     packed = packs_weights(config, device, dtype)
-    model = FloorModel.of(pair.target, draft, dtype, variant, config.variant.token_map, pair.from_config, packed=packed)
+    kv = kv_dtype_of(config, device, dtype)
+    model = FloorModel.of(pair.target, draft, dtype, variant, config.variant.token_map, pair.from_config, packed=packed, kv_dtype=kv)
     measured = read_measured(options.measured, variant, config.sampling.stated_temperature) if options.measured is not None else None
     here = measured.on(config.hardware.name, device) if measured is not None else None
     notes = list(pair.notes)
@@ -222,7 +223,7 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
             about_configured += outlook.rank({configured: lengths[configured]}, batch)
     widest = configured or max((row.best.shape for row in rows), key=lambda shape: (shape.window_width, shape.num_draft_tokens))
     fitting = capacity(config, pair, model, widest, context, device=device, dtype=dtype, memory=hardware.memory)
-    most = fitting.rows or LARGEST_BATCH
+    maximum = fitting.rows or LARGEST_BATCH
     shown = configured or rows[0].best.shape
     prices = price_ranks(config, whole, variant, context, dtype=dtype, hardware=hardware) if device == "cuda" else []
     launches = _launches(config, pair, variant, outlook, shown, options.batches[0], dtype) if device == "cuda" and size == 1 else []
@@ -234,7 +235,7 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
         acceptance=acceptance,
         rows=rows,
         configured=about_configured,
-        crossover=outlook.crossover(lengths, most) if lengths else None,
+        crossover=outlook.crossover(lengths, maximum) if lengths else None,
         capacity=fitting,
         predictions=checked,
         launches=launches,
@@ -272,7 +273,7 @@ def recommend(ranked: Sequence[Ranked]) -> Ranked:
     return min(near, key=lambda entry: (entry.shape.num_draft_tokens, entry.shape.num_steps, entry.shape.topk))
 
 
-def most_steps(pair: ModelPair) -> int | None:
+def max_steps(pair: ModelPair) -> int | None:
     """The most levels the draft network can draft; None: any number."""
     return pair.draft.max_steps if pair.draft is not None else None
 
@@ -281,7 +282,7 @@ def deepest(pair: ModelPair) -> int | None:
     """Largest S that the block of the draft, and the sliding windows of target and draft, allow; None: any."""
     models = [pair.target, *([pair.draft.decoder] if pair.draft is not None else [])]
     windows = [window for model in models for window in model.sliding_window if window is not None]
-    limits = [most_steps(pair), min(windows) - 1 if windows else None]
+    limits = [max_steps(pair), min(windows) - 1 if windows else None]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -290,7 +291,7 @@ def configured_shape(config: LaunchConfig, variant: Variant, pair: ModelPair, he
     drafting = config.variant
     if drafting.tree_choices is None and all(value is None for value in (drafting.num_steps, drafting.topk, drafting.num_draft_tokens)):
         return None
-    shape = resolve_shape(variant, drafting, pair.target.family, heads, most_steps(pair))
+    shape = resolve_shape(variant, drafting, pair.target.family, heads, max_steps(pair))
     return shape if shape.num_steps else None
 
 

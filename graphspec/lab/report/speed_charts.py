@@ -12,8 +12,8 @@ import plotly.graph_objects as go
 from ..measure.results import ONCE, Line, Results, SideRecord, unique
 from .charts import (
     BASELINE_COLOURS,
-    MOST_LINES,
-    MOST_ROWS,
+    MAX_LINES,
+    MAX_ROWS,
     OUTLINE,
     ROW,
     SUBJECT_COLOURS,
@@ -32,26 +32,16 @@ from .charts import (
     row_drawing,
     row_labels,
     shown_note,
+    span,
     titled,
 )
 from .tables import DASH, TIMES, Table, plural, spell
-
-LOG_FROM = 8.0
-"""Values that span more than this factor are drawn on a logarithmic axis."""
 
 
 def floor_of(side: SideRecord) -> float | None:
     """Tokens/s if every cycle took exactly its floor: acceptance length * batch / floor; None if one of these is unknown, or beaten."""
     floor, length = side.floor_ms, side.number("acceptance_length")
     return length * side.batch * 1e3 / floor if floor and length else None
-
-
-def span(values: Sequence[float]) -> tuple[float, float, bool]:
-    """Ends of an axis for positive ``values``, and whether it is logarithmic, in which case the ends are logarithms."""
-    low, high = min(values), max(values)
-    if low > 0 and high / low > LOG_FROM:
-        return math.log10(low) - 0.08, math.log10(high) + 0.08, True
-    return 0.0, high * 1.1, False
 
 
 def throughput(results: Results, palette: Palette) -> Chart:
@@ -79,8 +69,8 @@ def throughput(results: Results, palette: Palette) -> Chart:
     lines = unique(side.label for side in ranked)
     # A side with one batch would be a dot; next to lines, it appears in the table only.
     long = [label for label in lines if len({side.batch for side in sides if side.label == label}) > 1]
-    subjects = [label for label in long or lines if any(side.subject for side in sides if side.label == label)][:MOST_LINES]
-    shown = subjects + [label for label in long or lines if label not in subjects][: MOST_LINES - len(subjects) // 2]
+    subjects = [label for label in long or lines if any(side.subject for side in sides if side.label == label)][:MAX_LINES]
+    shown = subjects + [label for label in long or lines if label not in subjects][: MAX_LINES - len(subjects) // 2]
     lede = "All requests together, by requests at once. Dots are medians over rounds, thin bars p10 to p90."
     lede += " Dashed: the floor, if every cycle took only the time its bytes need." if any(floor_of(side) for side in sides) else ""
     lede += floor_note(sides)
@@ -128,7 +118,7 @@ def _throughput_lines(sides: Sequence[SideRecord], palette: Palette) -> go.Figur
 
 def _throughput_bars(title: str, sides: list[SideRecord], palette: Palette, numbers: Table, batch: str) -> Chart:
     ranked = sorted(sides, key=lambda side: side.speed or 0, reverse=True)
-    shown = ranked[:MOST_ROWS]
+    shown = ranked[:MAX_ROWS]
     speeds = [side.speed or 0.0 for side in shown]
     floors = [floor_of(side) for side in shown]
     rows = [len(shown) - 1 - index for index in range(len(shown))]
@@ -143,12 +133,12 @@ def _throughput_bars(title: str, sides: list[SideRecord], palette: Palette, numb
     )]  # fmt: skip
     if any(floors):
         data.append(floor_mark(floors, rows, "floor: %{x:,.0f} tokens/s"))
-    most = max([*speeds, *(floor for floor in floors if floor)])
+    maximum = max([*speeds, *(floor for floor in floors if floor)])
     lede = f"All requests together, {batch}; median over rounds."
     lede += " The triangle is the floor, if every cycle took only the time its bytes need." if any(floors) else ""
     lede += floor_note(shown)
     lede += shown_note(len(shown), len(ranked), "fastest")
-    x_axis = {"range": [0, most * 1.13], "title_text": "tokens/s", "tickformat": ",.0f", "nticks": 6}
+    x_axis = {"range": [0, maximum * 1.13], "title_text": "tokens/s", "tickformat": ",.0f", "nticks": 6}
     labels = row_labels([titled(side, several_batches=False) for side in shown])
     drawn = row_drawing(data, labels, ROW, x=x_axis)
     return Chart("throughput", title, lede, drawn, numbers)
@@ -160,16 +150,16 @@ def comparison(results: Results, palette: Palette) -> Chart:
     sides = [side for side in results.sides if side.number("ratio", "median")]
     if not sides:
         return Chart("comparison", title, "", missing="no side with a ratio to another one")
-    shown = sorted(sides, key=lambda side: side.number("ratio", "median") or 0, reverse=True)[:MOST_ROWS]
+    shown = sorted(sides, key=lambda side: side.number("ratio", "median") or 0, reverse=True)[:MAX_ROWS]
     several = len({side.batch for side in sides}) > 1
     data: list[go.Bar | go.Scatter] = []
-    most, least, rows = 1.0, 1.0, []
+    maximum, minimum, rows = 1.0, 1.0, []
     for index, side in enumerate(shown):
         row = len(shown) - 1 - index
         ratio: dict[str, Any] = side.get("ratio")
         middle = float(ratio["median"])
         rounds = [float(value) for value in ratio.get("rounds") or []]
-        most, least = max(most, middle, *rounds), min(least, middle, *rounds)
+        maximum, minimum = max(maximum, middle, *rounds), min(minimum, middle, *rounds)
         colour, to = palette[side].colour, plotly_text(ratio.get("to", "the baseline"))
         data.append(go.Bar(
             orientation="h", base=[1.0], x=[middle - 1.0], y=[row], width=0.26, name=plotly_text(side.label),
@@ -187,15 +177,15 @@ def comparison(results: Results, palette: Palette) -> Chart:
         ))  # fmt: skip
         rows.append([titled(side, several_batches=True), str(ratio.get("to", "")), spell(middle), spell(min(rounds, default=None)),
                      spell(side.lower_end("ratio")), spell(max(rounds, default=None)), str(len(rounds))])  # fmt: skip
-    width = most - min(least, 1.0)
-    low, high = (least - 0.04 * width if least < 1 else 1.0), most + 0.03 * width + 0.01
+    width = maximum - min(minimum, 1.0)
+    low, high = (minimum - 0.04 * width if minimum < 1 else 1.0), maximum + 0.03 * width + 0.01
     names = [f"{titled(side, several)}, against {side.get('ratio').get('to', 'the baseline')}" for side in shown]
     rule = {"type": "line", "x0": 1, "x1": 1, "y0": 0, "y1": 1, "yref": "paper", "line": {"color": "var(--soft)", "width": 1.2}}
     labels = row_labels(names, bold=[spell(side.number("ratio", "median")) + TIMES for side in shown])
     x_axis = {"range": [low, high], "title_text": "times as many tokens/s", "ticksuffix": TIMES, "nticks": 7}
     drawn = row_drawing(data, labels, ROW, x=x_axis, shapes=[rule | {"layer": "below"}])
     lede = "Both sides took turns on the same work. Every dot is the ratio of one round, the bar ends at their median."
-    lede += f" Left of 1{TIMES} is slower." if least < 1 else ""
+    lede += f" Left of 1{TIMES} is slower." if minimum < 1 else ""
     lede += shown_note(len(shown), len(sides), "largest")
     numbers = Table(["side", "compared with", "median", "least", "p10", "most", "rounds"], rows)
     return Chart("comparison", title, lede, drawn, numbers)

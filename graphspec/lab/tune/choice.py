@@ -72,8 +72,8 @@ def choose(outcomes: Sequence[Outcome], *, adapts: bool = True) -> Choice:
         by_shape.setdefault(outcome.shape, {})[outcome.batch] = outcome
     whole = {shape: found for shape, found in by_shape.items() if len(found) == len(batches)}
     ratios = {shape: geometric_mean([outcome.ratio for outcome in found.values()]) for shape, found in whole.items()}
-    least = 1.0 if adapts else 0.0
-    scores = {shape: geometric_mean([max(least, outcome.ratio) for outcome in found.values()]) for shape, found in whole.items()}
+    minimum = 1.0 if adapts else 0.0
+    scores = {shape: geometric_mean([max(minimum, outcome.ratio) for outcome in found.values()]) for shape, found in whole.items()}
     order = sorted(scores, key=lambda shape: (-scores[shape], shape[2], shape))
     pays = bool(order) and scores[order[0]] > 1
     fastest: dict[int, Shape | None] = {}
@@ -156,11 +156,11 @@ def ratio_at(bucket: int, ratios: Mapping[int, float]) -> float | None:
     return ratios[min((batch for batch in ratios if batch >= bucket), default=max(ratios))]
 
 
-def backlog_for(times: Mapping[int, Mapping[int, float]], most: int) -> int:
+def backlog_for(times: Mapping[int, Mapping[int, float]], maximum: int) -> int:
     """Tokens that a row decodes at depth 0 before its drafter catches up, so that this takes at most ``CATCH_UP_SHARE`` of the time.
 
     Catching up takes about the difference between the shallowest drafting cycle and a plain one.
     """
     shares = [min(table[depth] for depth in table if depth) / table[0] - 1 for table in times.values() if 0 in table and len(table) > 1]
     wanted = max(shares, default=0.0) / CATCH_UP_SHARE
-    return min(next((backlog for backlog in BACKLOGS if backlog >= wanted), BACKLOGS[-1]), most)
+    return min(next((backlog for backlog in BACKLOGS if backlog >= wanted), BACKLOGS[-1]), maximum)

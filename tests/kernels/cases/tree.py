@@ -133,8 +133,8 @@ def commit_rows(generator: Generator) -> list[Case]:
 
 
 def draft_level(generator: Generator) -> list[Case]:
-    def integers(least: int, most: int, *shape: int) -> Tensor:
-        return torch.randint(least, most, shape, generator=generator)
+    def integers(minimum: int, maximum: int, *shape: int) -> Tensor:
+        return torch.randint(minimum, maximum, shape, generator=generator)
 
     def case(lanes: int, level: int, steps: int, topk: int, num_words: int, beams: bool = True) -> Case:
         rows, pool = topk if level > 1 else 1, topk + (steps - 1) * topk**2
@@ -222,8 +222,8 @@ def draft_window(generator: Generator) -> list[Case]:
 
 
 def mail_apply(generator: Generator) -> list[Case]:
-    def integers(least: int, most: int, *shape: int) -> Tensor:
-        return torch.randint(least, most, shape, generator=generator)
+    def integers(minimum: int, maximum: int, *shape: int) -> Tensor:
+        return torch.randint(minimum, maximum, shape, generator=generator)
 
     def case(lanes: int, rows: int, columns: int, updates: int, stops: int, groups: str = "", joins: int = 1, vocab: int = 70) -> Case:
         places = torch.randperm(rows * columns, generator=generator)[:updates]

@@ -62,8 +62,8 @@ def test_a_merging_program_asks_for_eight_partials_at_once(kernels: dict[str, st
     assert len(re.findall(r"%acc_?\d* = tt\.load", step)) == 8 and "gpu.barrier" not in step and "scf.if" not in step
 
 
-@pytest.mark.parametrize(("lanes", "tokens", "context", "most"), [(1, 8, 4096, 9), (1, 8, 131072, 23), (8, 64, 131072, 145)])
-def test_partials_stay_few(lanes: int, tokens: int, context: int, most: int) -> None:
+@pytest.mark.parametrize(("lanes", "tokens", "context", "maximum"), [(1, 8, 4096, 9), (1, 8, 131072, 23), (8, 64, 131072, 145)])
+def test_partials_stay_few(lanes: int, tokens: int, context: int, maximum: int) -> None:
     """Megabytes of partial results of an 8B shape, whatever the length of the context."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -74,5 +74,5 @@ def test_partials_stay_few(lanes: int, tokens: int, context: int, most: int) -> 
     with recording() as launches:
         fused.tree_attention(empty(lanes, tokens, 32, 128), empty(32, 2, 1025, 16, 8, 128), 3, table, *lengths, 0.1)
     partials = [value for value in launches[0].args if isinstance(value, torch.Tensor) and value.dtype == torch.float32]
-    assert len(partials) == 2 and sum(4 * value.numel() for value in partials) <= most * 1e6
+    assert len(partials) == 2 and sum(4 * value.numel() for value in partials) <= maximum * 1e6
     assert launches[0].grid[0] * launches[0].grid[1] * launches[0].grid[2] <= 264, "more programs than run at once"

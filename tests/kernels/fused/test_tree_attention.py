@@ -157,14 +157,14 @@ def test_rows_of_one_tile_may_see_nothing() -> None:
 def test_bits_do_not_depend_on_programs_table_width_or_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten splits: one by one on a large machine, in runs of two on a smaller one, in stretches of eight on the smallest."""
     case = make([290, 40], 5, columns=20)
-    found, most = {}, {}
+    found, maximum = {}, {}
     for count in (1, 2, 132):
         machine(monkeypatch, count)
         with recording() as launches:
             fused.tree_attention(**case)
-        most[count] = launches[0].grid[1] * fused.UNITS_PER_PROGRAM
+        maximum[count] = launches[0].grid[1] * fused.UNITS_PER_PROGRAM
         found[count] = run(case)
-    assert most[1] < 5 <= most[2] < 10 <= most[132]
+    assert maximum[1] < 5 <= maximum[2] < 10 <= maximum[132]
     assert torch.equal(found[1], found[132]) and torch.equal(found[2], found[132])
     wide = {**case, "table_BP": torch.cat([case["table_BP"], torch.full((2, 45), -1, dtype=torch.int32)], 1)}
     assert torch.equal(run(wide), found[1])

@@ -89,8 +89,8 @@ def _work(launch: Launch, at: Situation) -> Work:
     block, run = values["BLOCK"], values["RUN"]
     tokens = values["all_rows"] // values["REPEAT"]
     slots = min(at.context + tokens, values["length"])
-    blocks, most = -(-slots // block), values["UNITS_PER_PROGRAM"] * values["programs"]
-    unit = 1 if blocks <= most else run if -(-blocks // run) <= most else values["STRETCH"]
+    blocks, maximum = -(-slots // block), values["UNITS_PER_PROGRAM"] * values["programs"]
+    unit = 1 if blocks <= maximum else run if -(-blocks // run) <= maximum else values["STRETCH"]
     units = -(-blocks // unit)
     lanes = values["table"].shape[0]
     arriving = min(units, values["programs"])
@@ -171,9 +171,9 @@ def _tree_attention(
     first = start // BLOCK
     last = tl.where(stop > start, (stop + BLOCK - 1) // BLOCK, first)
 
-    most = UNITS_PER_PROGRAM * programs
-    unit = tl.where(last - first <= most, 1, RUN)
-    unit = tl.where((last + RUN - 1) // RUN - first // RUN <= most, unit, STRETCH)
+    maximum = UNITS_PER_PROGRAM * programs
+    unit = tl.where(last - first <= maximum, 1, RUN)
+    unit = tl.where((last + RUN - 1) // RUN - first // RUN <= maximum, unit, STRETCH)
     first_unit = first // unit
     units = (last + unit - 1) // unit - first_unit
     mine = (program + programs - first_unit % programs) % programs

@@ -126,7 +126,7 @@ def _factor(entries, FLOAT8: tl.constexpr):
 
 @triton.jit
 def _spread(values, COLUMNS: tl.constexpr):
-    """As many columns, each of ``values`` repeated."""
+    """Repeats each column of ``values`` up to ``COLUMNS`` in total."""
     RUN: tl.constexpr = COLUMNS // values.shape[1]
     if RUN > 1:
         values = tl.reshape(tl.broadcast_to(values[:, :, None], [values.shape[0], values.shape[1], RUN]), [values.shape[0], COLUMNS])
@@ -267,9 +267,9 @@ def dequantised(
             factor = tl.div_rn(factor, super_factor) if DIVIDES else factor * super_factor
         values = values * _spread(factor, values.shape[1])
         if fields[3] is not None:
-            least = minimum.to(tl.float32)
+            minimum = minimum.to(tl.float32)
             if fields[4] is not None:
-                least = least * _spread(super_minimum.to(tl.float32), least.shape[1])
-            values = values + _spread(least, values.shape[1])
+                minimum = minimum * _spread(super_minimum.to(tl.float32), minimum.shape[1])
+            values = values + _spread(minimum, values.shape[1])
         result = values.to(dtype)
     return result

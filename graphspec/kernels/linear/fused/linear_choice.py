@@ -23,13 +23,13 @@ RESIDENTS = 2
 """Programs per multiprocessor: while one starts or merges, the loads of the other keep the memory busy."""
 BAD_WAVES = (1.0, 1.95)
 """Between these numbers of waves, the tail has too few programs to keep the memory busy."""
-LEAST_STEPS = 4
+MIN_STEPS = 4
 """Fewest tiles along the input per split."""
-MOST_SPLITS = 16
-MOST_STAGES = 4
+MAX_SPLITS = 16
+MAX_STAGES = 4
 LONE_STAGES = 6
 """Most stages of a program alone on its multiprocessor, which must keep 32 KB in flight while one stage is multiplied."""
-LEAST_STAGES = 3
+MIN_STAGES = 3
 NARROW_OUTPUTS = 32
 NARROW_ROWS = 8
 """Up to this many rows tiles may be narrow: every program reads all rows, and more would load L2 noticeably."""
@@ -140,12 +140,12 @@ def _tile_inputs(shape: LinearShape, wanted: int) -> int:
         wanted = min(2 * wanted, 128 if shape.norm or shape.gated or shape.group < 32 else 256)
     if shape.code and shape.group < 16:
         wanted = min(wanted, 32)
-    most = 32 if shape.item_size > 2 else wanted if shape.aligned else min(wanted, 64)
-    return min(most, max(1 << (shape.inputs - 1).bit_length(), 16))
+    maximum = 32 if shape.item_size > 2 else wanted if shape.aligned else min(wanted, 64)
+    return min(maximum, max(1 << (shape.inputs - 1).bit_length(), 16))
 
 
 def _resident(
-    shape: LinearShape, tile_rows: int, tile_outputs: int, tile_inputs: int, residents: int, scan: bool, least: int = LEAST_STAGES
+    shape: LinearShape, tile_rows: int, tile_outputs: int, tile_inputs: int, residents: int, scan: bool, minimum: int = MIN_STAGES
 ) -> LinearConfig | None:
     """The config with ``residents`` programs per multiprocessor and the most splits that still make one wave of them.
 
@@ -153,21 +153,21 @@ def _resident(
         shape: what is multiplied.
         tile_rows, tile_outputs, tile_inputs, scan: of the config.
         residents: programs per multiprocessor.
-        least: fewest stages.
+        minimum: fewest stages.
 
     Returns:
         None if they do not fit.
     """
     tiles, steps = -(-shape.width // tile_outputs), -(-shape.inputs // tile_inputs)
-    splits = max(min(residents * MULTIPROCESSORS // tiles, steps // LEAST_STEPS, MOST_SPLITS), 1)
+    splits = max(min(residents * MULTIPROCESSORS // tiles, steps // MIN_STEPS, MAX_SPLITS), 1)
     sums = tile_rows * tile_outputs * (2 if shape.gated else 1)
     # Four warps hold accumulators of 64 x 64 for gate and up; larger ones, and unaligned weights, which go through registers, need eight.
     warps = 8 if sums > 2 * 64 * 64 or not shape.aligned else 4
     one = LinearConfig(tile_rows, tile_outputs, tile_inputs, split_inputs(shape, tile_inputs, splits), warps, 1, scan)
     stages = min(
-        (PROGRAM_SHARED_BYTES // residents - RESERVED_BYTES) // one.shared_bytes(shape), LONE_STAGES if residents == 1 else MOST_STAGES
+        (PROGRAM_SHARED_BYTES // residents - RESERVED_BYTES) // one.shared_bytes(shape), LONE_STAGES if residents == 1 else MAX_STAGES
     )
-    if stages < least or (residents > RESIDENTS and sums > UNSPLIT_SUMS * 32 * warps):
+    if stages < minimum or (residents > RESIDENTS and sums > UNSPLIT_SUMS * 32 * warps):
         return None
     return replace(one, stages=stages)
 
@@ -243,7 +243,7 @@ def candidates(shape: LinearShape) -> list[LinearConfig]:
     for tile_outputs in (NARROW_OUTPUTS, 64, 128) if shape.aligned else (64,):
         for tile_inputs in sorted({_tile_inputs(shape, 64), _tile_inputs(shape, 128)}):
             for residents in (1, RESIDENTS, 4):
-                one = _resident(shape, base.tile_rows, tile_outputs, tile_inputs, residents, base.scan, least=2)
+                one = _resident(shape, base.tile_rows, tile_outputs, tile_inputs, residents, base.scan, minimum=2)
                 found += [] if one is None else [one]
     return list(dict.fromkeys(found))
 

@@ -14,7 +14,7 @@ from .ssm_rule import ssm_block, ssm_update
 
 NODES = 4
 """Nodes of one program of the walk, which share one load of the state."""
-MOST_NODES = 64
+MAX_NODES = 64
 """Most nodes that fit one program's registers at once; larger trees use the walk, which the contract allows."""
 
 
@@ -96,7 +96,7 @@ def state_tree(
     mixed_BTE: Tensor, gate_BTG: Tensor, skip_H: Tensor | None, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, ancestors_BTX: Tensor
 ) -> Tensor:
     lanes, nodes, _ = ancestors_BTX.shape
-    if nodes > MOST_NODES:
+    if nodes > MAX_NODES:
         return state_walk(mixed_BTE, gate_BTG, skip_H, matrix_RUHKV, layer, lane_row_B, ancestors_BTX)
     sizes = head_sizes(mixed_BTE, matrix_RUHKV, selective=skip_H is not None)
     heads, _, width = matrix_RUHKV.shape[2:]

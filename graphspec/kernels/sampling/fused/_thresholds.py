@@ -203,16 +203,16 @@ def _list_share(values, size, before, wanted, masses, peak, temperature, SUB_BIT
         tl.debug_barrier()
         tl.store(masses + sub_bins, tl.zeros([1 << SUB_BITS], tl.int64))
         tl.debug_barrier()
-        least = tl.full([_LIST_BLOCK], (1 << SUB_BITS) - 1, tl.int32)
-        most = tl.zeros([_LIST_BLOCK], tl.int32)
+        minimum = tl.full([_LIST_BLOCK], (1 << SUB_BITS) - 1, tl.int32)
+        maximum = tl.zeros([_LIST_BLOCK], tl.int32)
         begin = 0
         while begin < size:
             place = begin + tl.arange(0, _LIST_BLOCK)
             x = tl.load(values + place, mask=place < size, other=0.0)
             sub, left = _sub_bin(_key(x), key, 32 - level * SUB_BITS, SUB_BITS)
             left = left & (place < size)
-            least = tl.where(left, tl.minimum(least, sub), least)
-            most = tl.where(left, tl.maximum(most, sub), most)
+            minimum = tl.where(left, tl.minimum(minimum, sub), minimum)
+            maximum = tl.where(left, tl.maximum(maximum, sub), maximum)
             weight = _mass(tl.where(left, x, peak), peak, temperature)
             tl.atomic_add(masses + sub, weight, mask=left & (weight > 0), sem="relaxed")
             begin += _LIST_BLOCK
@@ -221,7 +221,7 @@ def _list_share(values, size, before, wanted, masses, peak, temperature, SUB_BIT
         above = before + tl.sum(bin_mass) - tl.cumsum(bin_mass, 0)
         found = (1 << SUB_BITS) - tl.sum((above.to(tl.float64) < wanted).to(tl.int32))
         # Clamped to the list: its smallest entry if all are kept, its largest if none would be.
-        found = tl.minimum(tl.maximum(found, tl.min(least)), tl.max(most))
+        found = tl.minimum(tl.maximum(found, tl.min(minimum)), tl.max(maximum))
         before = tl.sum(tl.where(sub_bins == found, above, 0))
         key = _extended(key, found, 32 - level * SUB_BITS, SUB_BITS)
     return key
