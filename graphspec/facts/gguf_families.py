@@ -279,6 +279,11 @@ def _qwen3_5(header: GgufHeader) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _qwen3_5_experts(header: GgufHeader) -> dict[str, Any]:
+    shared = integer(header, _key(header, "expert_shared_feed_forward_length"))
+    return {**_qwen3_experts(header), **_qwen3_5(header), "shared_expert_intermediate_size": shared}
+
+
 _TILED = {
     "attn_qkv": (True, True), "ssm_conv1d": (True, True), "attn_gate": (True, False), "ssm_out": (True, False), "ssm_beta": (False, False),
     "ssm_alpha": (False, False), "ssm_a": (False, False), "ssm_dt": (False, False),
@@ -300,6 +305,10 @@ _LINEAR = {
     "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z", "ssm_beta": "linear_attn.in_proj_b",
     "ssm_alpha": "linear_attn.in_proj_a", "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj", "ssm_a.": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias",
+}  # fmt: skip
+_GATED = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }  # fmt: skip
 _CAPS = frozenset(("attn_logit_softcapping", "final_logit_softcapping"))
 _GELU = "gelu_pytorch_tanh"
@@ -336,6 +345,10 @@ ARCHITECTURES = {
     ),
     "qwen35": Architecture(
         "Qwen3_5ForCausalLM", config=_qwen3_5, names={**_ATTENTION, **_MLP, **_NEXT, **_LINEAR}, offset=True, tiled=True, skips_heads=True
+    ),
+    "qwen35moe": Architecture(
+        "Qwen3_5MoeForCausalLM", config=_qwen3_5_experts, names={**_ATTENTION, **_NEXT, **_LINEAR, **_EXPERTS, **_GATED}, offset=True,
+        reads=frozenset((EXPERTS,)), tiled=True, skips_heads=True,
     ),
     "glm4moe": Architecture(
         "Glm4MoeForCausalLM", config=_glm4_moe, names={**_ATTENTION, **_MLP, **_NEXT, **_EXPERTS, **_SHARED, **_NEXTN},

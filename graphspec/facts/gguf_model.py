@@ -20,7 +20,7 @@ from ..errors import CheckpointError, ResourceError
 from ..host.native_build import ELSEWHERE, cache_folder
 from .files import find_file
 from .gguf import ARCHITECTURE, GgufHeader, parts_of, read_headers
-from .gguf_families import ARCHITECTURES, NAMES, SLIDING_WINDOW, Architecture, integer, number, prediction_heads
+from .gguf_families import ARCHITECTURES, EXPERTS, NAMES, SLIDING_WINDOW, Architecture, integer, number, prediction_heads
 from .gguf_tokenizer import chat_templates, ends_of, read_gguf_tokenizer, special_ids
 
 WEIGHTS = "model.gguf"
@@ -111,12 +111,13 @@ def config_of(headers: list[GgufHeader]) -> dict[str, Any]:
     merged = GgufHeader(first.file, first.metadata, {name: tensor for header in headers for name, tensor in header.tensors.items()})
     if "token_embd.weight" not in names:
         raise CheckpointError(f"{first.file}: token_embd.weight", "the embedding", "no such tensor")
+    width_of_mlp, mixtures = f"{arch}.feed_forward_length", EXPERTS in row.reads
     layers = integer(first, f"{arch}.block_count") - prediction_heads(first)
     config: dict[str, Any] = {
         "architectures": [row.name],
         "vocab_size": merged.tensors["token_embd.weight"].shape[0],
         "hidden_size": width,
-        "intermediate_size": integer(first, f"{arch}.feed_forward_length"),
+        "intermediate_size": None if mixtures and width_of_mlp not in first.metadata else integer(first, width_of_mlp),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": integer(first, f"{arch}.attention.head_count_kv", heads),

@@ -23,6 +23,8 @@ from ..kernels.linear.packed import Packed
 from .quantised import Codes
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SHARED_GATE = "mlp.shared_expert_gate.weight"
+"""A matrix of one row, which files may have as a vector."""
 _CONVOLUTION, _DECAY = "linear_attn.conv1d.weight", "linear_attn.A_log"
 """Of gated delta nets: kernels, which files have without a dimension of 1, and decays, which they have as ``-exp``."""
 _BLOCK = {name: (channels, size) for name, channels, size in BLOCKS.values()}
@@ -149,6 +151,8 @@ class GgufFile:
                     raise CheckpointError(f"{header.file}: {plain(tensor.name)}", expected, f"{tensor.type} of shape {list(tensor.shape)}")
                 if name.endswith(_CONVOLUTION) and len(tensor.shape) == 2:
                     tensor = replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
+                if name.endswith(_SHARED_GATE) and len(tensor.shape) == 1:
+                    tensor = replace(tensor, shape=(1, *tensor.shape))
                 self._tensors[name] = (header.file, tensor)
                 if (tiles := tiling(headers[0], tensor.name)) is not None:
                     self._place(name, tiles)

@@ -93,7 +93,7 @@ def tokens() -> torch.Tensor:
 
 
 def test_every_architecture_has_a_case() -> None:
-    assert {name.split(",")[0] for name in CASES} | {"llama", "qwen2", "qwen3", "qwen35"} == set(ARCHITECTURES)
+    assert {name.split(",")[0] for name in CASES} | {"llama", "qwen2", "qwen3", "qwen35", "qwen35moe"} == set(ARCHITECTURES)
     assert set(ARCHITECTURES) <= set(gguf.MODEL_ARCH_NAMES.values())
 
 

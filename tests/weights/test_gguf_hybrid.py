@@ -23,7 +23,7 @@ from graphspec.models.target import load_target
 from graphspec.weights.gguf import GgufFile
 from tests.models.test_hybrid_models import whole_prompts
 from tests.support.checkpoints import VOCAB_SIZE, write_hf
-from tests.support.gguf_files import blocks, copy_gguf
+from tests.support.gguf_files import blocks, copy_gguf, stacked
 from tests.support.hybrid_checkpoints import build_hybrid
 
 HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 32, "linear_value_head_dim": 64}
@@ -63,18 +63,36 @@ def as_stored(name: str, tensor: Tensor) -> tuple[str, Tensor]:
     return name.replace(".dt_bias", ".dt_proj.bias"), tensor.contiguous()
 
 
-def write(folder: Path, heads: int = 0) -> tuple[Path, Any]:
+def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same with gate and up of all experts in two tensors, where they are one."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True):
+                found[name.replace("gate_up_proj", f"{part}_proj.weight")] = half.contiguous()
+        else:
+            found[name + ".weight" if name.endswith("experts.down_proj") else name] = tensor
+    return found
+
+
+def write(folder: Path, heads: int = 0, *, experts: bool = False) -> tuple[Path, Any]:
     """A file, and the model that it was made of; ``heads``: prediction heads, as layers past the last one."""
-    model = build_hybrid("qwen3_5", **HEADS)
+    model = build_hybrid("qwen3_5_moe" if experts else "qwen3_5", **HEADS)
     source = write_hf(model, folder / "source")
     config = json.loads((source / "config.json").read_text())
-    layers, arch = config["num_hidden_layers"], "qwen35"
+    layers, arch = config["num_hidden_layers"], "qwen35moe" if experts else "qwen35"
     file = folder / "model.gguf"
     writer = gguf.GGUFWriter(file, arch)
     writer.add_context_length(96)
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(layers + heads)
-    writer.add_feed_forward_length(config["intermediate_size"])
+    if experts:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    else:
+        writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv([0 if kind == "linear_attention" else config["num_key_value_heads"] for kind in config["layer_types"]])
     writer.add_key_length(config["head_dim"])
@@ -91,8 +109,10 @@ def write(folder: Path, heads: int = 0) -> tuple[Path, Any]:
         writer.add_nextn_predict_layers(heads)
         for part in ("nextn.eh_proj", "nextn.enorm", "attn_norm", "attn_q"):
             writer.add_tensor(f"blk.{layers}.{part}.weight", np.zeros((4, 4), np.float32))
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN35, layers)
-    for name, tensor in load_file(source / "model.safetensors").items():
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN35MOE if experts else gguf.MODEL_ARCH.QWEN35, layers)
+    for name, tensor in stacked(apart(load_file(source / "model.safetensors"))).items():
+        if name.endswith("shared_expert_gate.weight"):
+            tensor = tensor[0]  # as files have it that were quantised
         known, data = as_stored(name, tensor)
         stored = names.get_name(known, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
@@ -104,10 +124,10 @@ def write(folder: Path, heads: int = 0) -> tuple[Path, Any]:
     return file, model
 
 
-@pytest.mark.parametrize("heads", [0, 1])
+@pytest.mark.parametrize(("heads", "experts"), [(0, False), (1, False), (1, True)])
 @torch.inference_mode()
-def test_logits_equal_transformers(heads: int, tmp_path: Path) -> None:
-    file, model = write(tmp_path, heads)
+def test_logits_equal_transformers(heads: int, experts: bool, tmp_path: Path) -> None:
+    file, model = write(tmp_path, heads, experts=experts)
     facts = read_model_facts(gguf_folder(file))
     ours = load_target(facts, (), LENGTH, torch.float32, "cpu")
     token_BT = torch.randint(0, VOCAB_SIZE - 1, (2, LENGTH), generator=torch.Generator().manual_seed(3))
