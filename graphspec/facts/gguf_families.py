@@ -33,10 +33,6 @@ _SHARED = {
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias", "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj", "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }  # fmt: skip
-_NEXTN = {
-    "nextn.eh_proj": "eh_proj", "nextn.enorm": "enorm", "nextn.hnorm": "hnorm", "nextn.embed_tokens": "embed_tokens",
-    "nextn.shared_head_head": "shared_head.head", "nextn.shared_head_norm": "shared_head.norm",
-}  # fmt: skip
 _USUAL = MappingProxyType({**_ATTENTION, **_MLP, **_BEFORE})
 SLIDING_WINDOW, EXPERTS = "attention.sliding_window", "expert_count"
 _SIGMOID = 2
@@ -246,10 +242,8 @@ def _dots1(header: GgufHeader) -> dict[str, Any]:
 
 
 def _glm4_moe(header: GgufHeader) -> dict[str, Any]:
-    key = _key(header, "nextn_predict_layers")
-    heads = {"num_nextn_predict_layers": integer(header, key)} if header.metadata.get(key) else {}
     return {
-        **_correcting(header), **heads,
+        **_correcting(header),
         "attention_bias": _biased(header), "use_qk_norm": "blk.0.attn_q_norm.weight" in header.tensors,
     }  # fmt: skip
 
@@ -351,8 +345,8 @@ ARCHITECTURES = {
         reads=frozenset((EXPERTS,)), tiled=True, skips_heads=True,
     ),
     "glm4moe": Architecture(
-        "Glm4MoeForCausalLM", config=_glm4_moe, names={**_ATTENTION, **_MLP, **_NEXT, **_EXPERTS, **_SHARED, **_NEXTN},
-        reads=frozenset((EXPERTS,)),
+        "Glm4MoeForCausalLM", config=_glm4_moe, names={**_ATTENTION, **_MLP, **_NEXT, **_EXPERTS, **_SHARED},
+        reads=frozenset((EXPERTS,)), skips_heads=True,
     ),
 }  # fmt: skip
 """By ``general.architecture``."""

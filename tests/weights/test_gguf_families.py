@@ -20,7 +20,7 @@ from graphspec.facts.gguf_model import gguf_folder
 from graphspec.models.target import load_target
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, build_hf, write_hf
 from tests.support.gguf_files import copy_gguf, write_gguf
-from tests.support.moe_checkpoints import build_mixture
+from tests.support.moe_checkpoints import add_heads, build_mixture, head_tensors
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "head_dim": 16,
@@ -171,3 +171,14 @@ def test_experts_of_low_precision_load(tmp_path: Path) -> None:
         experts.gate_up_proj.copy_(torch.cat((gate, up), 1))
         experts.down_proj.copy_(down)
     torch.testing.assert_close(logits(packed), model(input_ids=tokens()).logits, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_prediction_heads_are_left_unread(tmp_path: Path) -> None:
+    keys = {"n_group": 1, "topk_group": 1}
+    model = build_mixture("glm4_moe", **keys)
+    source = add_heads(write_hf(model, tmp_path / "source"), head_tensors("glm4_moe", **keys))
+    metadata = {**CASES["glm4moe"][2], "expert_weights_scale": 1.0, "block_count": 4, "nextn_predict_layers": 1}
+    file = tmp_path / "model.gguf"
+    write_gguf(source, file, {}, arch="glm4moe", default=Type.F32, metadata={f"glm4moe.{key}": value for key, value in metadata.items()})
+    torch.testing.assert_close(logits(file).argmax(-1), model(input_ids=tokens()).logits.argmax(-1))
