@@ -37,14 +37,14 @@ MODELS = ROOT / "tests" / "models" / "published_models.json"
 MODELS_PAGE = ROOT / "docs" / "models.md"
 MODELS_HEAD = """# What people run
 
-The models that are run most at the end of 2026, and what happens to their `config.json` here. *Loads*: a family's layers describe it, in
-the [formats](quantised.md) that load. *`model.family=transformers`*: transformers' modules
+The models that are run most at the end of 2026, and what happens to their `config.json` here. *Loads*: a family's layers describe it,
+in the [formats](quantised.md) that load. *`model.family=transformers`*: transformers' modules
 [run it](checkpoints.md#any-other-model-of-transformers), slower. *Refused*: one message says why. Drafts are those that others publish for
 the model; `ngram` and `standalone` need none of its own.
 
-This page is written by `python docs/generate.py` from `tests/models/published_models.json`. `tests/models/test_published_models.py` shrinks
-each config, builds what loads with random weights and runs it, tries transformers' modules where the table says so, and checks that the
-others are refused.
+This page is written by `python docs/generate.py` from `tests/models/published_models.json`. `tests/models/test_published_models.py`
+shrinks each config, builds what loads with random weights and runs it, tries transformers' modules where the table says so, and checks
+that the others are refused.
 
 """
 

@@ -33,10 +33,6 @@ _SHARED = {
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias", "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj", "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }  # fmt: skip
-_NEXTN = {
-    "nextn.eh_proj": "eh_proj", "nextn.enorm": "enorm", "nextn.hnorm": "hnorm", "nextn.embed_tokens": "embed_tokens",
-    "nextn.shared_head_head": "shared_head.head", "nextn.shared_head_norm": "shared_head.norm",
-}  # fmt: skip
 _USUAL = MappingProxyType({**_ATTENTION, **_MLP, **_BEFORE})
 SLIDING_WINDOW, EXPERTS = "attention.sliding_window", "expert_count"
 _SIGMOID = 2
@@ -52,10 +48,13 @@ class Architecture:
         interleaved: query and key heads have the halves of a rotation next to each other, as the first Llama had them.
         windowed: its class in transformers with a sliding window; None: there is none.
         config: keys of ``config.json`` that don't follow from the metadata in the usual way.
-        names: of a layer's tensors, with or without their last part, in a Hugging Face checkpoint; ``#`` stands for an expert's number.
+        names: of a layer's tensors in a Hugging Face checkpoint, by those here without their last part, or with it (``ssm_a.`` has none);
+            ``#`` stands for an expert's number.
         offset: the file has norm weights as they are applied, a Hugging Face checkpoint minus 1.
         reads: keys of the architecture that ``config`` reads.
         activation: ``hidden_act``.
+        tiled: value heads of recurrent layers lie as ggml repeats key heads: all first ones, then all second ones.
+        skips_heads: prediction heads, which the file counts as layers, are not read.
     """
 
     name: str
@@ -66,17 +65,38 @@ class Architecture:
     offset: bool = False
     reads: frozenset[str] = frozenset()
     activation: str = "silu"
+    tiled: bool = False
+    skips_heads: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a tensor's value heads lie, one of which has ``size`` rows, or columns.
+
+    Attributes:
+        key_heads: each of them serves ``repeats`` value heads.
+        repeats: of these.
+        size: of a value head.
+        before: rows in front of them.
+        columns: they are columns.
+    """
+
+    key_heads: int
+    repeats: int
+    size: int
+    before: int = 0
+    columns: bool = False
 
 
 def integer(header: GgufHeader, key: str, default: int | None = None) -> int:
-    """A whole number above 0, or a list of equal ones.
+    """A whole number above 0, or a list of equal ones, 0 where a layer has none.
 
     Raises:
         CheckpointError: something else.
     """
     value = header.metadata.get(key, default)
-    if isinstance(value, list) and value and all(entry == value[0] for entry in value):
-        value = value[0]
+    if isinstance(value, list) and len(found := {entry for entry in value if entry != 0}) == 1:
+        value = found.pop()
     if type(value) is not int or value < 1:
         raise header.error(key, "a whole number above 0, the same in every layer")
     return value
@@ -222,14 +242,68 @@ def _dots1(header: GgufHeader) -> dict[str, Any]:
 
 
 def _glm4_moe(header: GgufHeader) -> dict[str, Any]:
-    key = _key(header, "nextn_predict_layers")
-    heads = {"num_nextn_predict_layers": integer(header, key)} if header.metadata.get(key) else {}
     return {
-        **_correcting(header), **heads,
+        **_correcting(header),
         "attention_bias": _biased(header), "use_qk_norm": "blk.0.attn_q_norm.weight" in header.tensors,
     }  # fmt: skip
 
 
+def prediction_heads(header: GgufHeader) -> int:
+    """How many the file has, which it counts as layers."""
+    key = _key(header, "nextn_predict_layers")
+    return integer(header, key) if header.metadata.get(key) else 0
+
+
+def _delta(header: GgufHeader) -> tuple[int, int, int, int]:
+    """Key heads and value heads of recurrent layers, and the widths of each."""
+    keys, values = integer(header, _key(header, "ssm.group_count")), integer(header, _key(header, "ssm.time_step_rank"))
+    inner = integer(header, _key(header, "ssm.inner_size"))
+    if values % keys or inner % values:
+        raise header.error(_key(header, "ssm.time_step_rank"), f"a multiple of {keys} that divides {inner}")
+    return keys, values, integer(header, _key(header, "ssm.state_size")), inner // values
+
+
+def _qwen3_5(header: GgufHeader) -> dict[str, Any]:
+    keys, values, key_dim, value_dim = _delta(header)
+    return {
+        "attention_bias": _biased(header), "attn_output_gate": True,
+        "full_attention_interval": integer(header, _key(header, "full_attention_interval"), 4),
+        "linear_num_key_heads": keys, "linear_num_value_heads": values, "linear_key_head_dim": key_dim, "linear_value_head_dim": value_dim,
+        "linear_conv_kernel_dim": integer(header, _key(header, "ssm.conv_kernel")),
+    }  # fmt: skip
+
+
+def _qwen3_5_experts(header: GgufHeader) -> dict[str, Any]:
+    shared = integer(header, _key(header, "expert_shared_feed_forward_length"))
+    return {**_qwen3_experts(header), **_qwen3_5(header), "shared_expert_intermediate_size": shared}
+
+
+_TILED = {
+    "attn_qkv": (True, True), "ssm_conv1d": (True, True), "attn_gate": (True, False), "ssm_out": (True, False), "ssm_beta": (False, False),
+    "ssm_alpha": (False, False), "ssm_a": (False, False), "ssm_dt": (False, False),
+}  # fmt: skip
+"""Tensors with value heads: whether a head is as wide as its values, and whether queries and keys lie before them."""
+
+
+def tiling(header: GgufHeader, name: str) -> Tiling | None:
+    """How the value heads of a tensor lie; None: it has none, or they lie as in a Hugging Face checkpoint."""
+    part = name.split(".")[2] if name.startswith("blk.") and name.count(".") >= 2 else ""
+    if not ARCHITECTURES[header.metadata[ARCHITECTURE]].tiled or part not in _TILED:
+        return None
+    keys, values, key_dim, value_dim = _delta(header)
+    wide, after = _TILED[part]
+    return Tiling(keys, values // keys, value_dim if wide else 1, 2 * keys * key_dim if after else 0, part == "ssm_out")
+
+
+_LINEAR = {
+    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z", "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a", "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj", "ssm_a.": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias",
+}  # fmt: skip
+_GATED = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}  # fmt: skip
 _CAPS = frozenset(("attn_logit_softcapping", "final_logit_softcapping"))
 _GELU = "gelu_pytorch_tanh"
 
@@ -263,9 +337,16 @@ ARCHITECTURES = {
     "dots1": Architecture(
         "Dots1ForCausalLM", config=_dots1, names={**_USUAL, **_EXPERTS, **_SHARED}, reads=frozenset((EXPERTS,))
     ),
+    "qwen35": Architecture(
+        "Qwen3_5ForCausalLM", config=_qwen3_5, names={**_ATTENTION, **_MLP, **_NEXT, **_LINEAR}, offset=True, tiled=True, skips_heads=True
+    ),
+    "qwen35moe": Architecture(
+        "Qwen3_5MoeForCausalLM", config=_qwen3_5_experts, names={**_ATTENTION, **_NEXT, **_LINEAR, **_EXPERTS, **_GATED}, offset=True,
+        reads=frozenset((EXPERTS,)), tiled=True, skips_heads=True,
+    ),
     "glm4moe": Architecture(
-        "Glm4MoeForCausalLM", config=_glm4_moe, names={**_ATTENTION, **_MLP, **_NEXT, **_EXPERTS, **_SHARED, **_NEXTN},
-        reads=frozenset((EXPERTS,)),
+        "Glm4MoeForCausalLM", config=_glm4_moe, names={**_ATTENTION, **_MLP, **_NEXT, **_EXPERTS, **_SHARED},
+        reads=frozenset((EXPERTS,)), skips_heads=True,
     ),
 }  # fmt: skip
 """By ``general.architecture``."""

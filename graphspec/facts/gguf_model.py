@@ -20,12 +20,12 @@ from ..errors import CheckpointError, ResourceError
 from ..host.native_build import ELSEWHERE, cache_folder
 from .files import find_file
 from .gguf import ARCHITECTURE, GgufHeader, parts_of, read_headers
-from .gguf_families import ARCHITECTURES, NAMES, SLIDING_WINDOW, Architecture, integer, number
+from .gguf_families import ARCHITECTURES, EXPERTS, NAMES, SLIDING_WINDOW, Architecture, integer, number, prediction_heads
 from .gguf_tokenizer import chat_templates, ends_of, read_gguf_tokenizer, special_ids
 
 WEIGHTS = "model.gguf"
 """Name of the first file in the folder; the others of a split model are next to it."""
-LAYOUT = 3
+LAYOUT = 4
 """Of the folder; counts up when something else is written into it."""
 
 
@@ -37,7 +37,7 @@ NEUTRAL: dict[str, tuple[float, ...]] = {
     "rope.scaling.yarn_log_multiplier": (0,),
 }  # fmt: skip
 """Keys that would change the computation, and the values with which they don't. A width of values is neutral if it is that of keys."""
-_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.((?:nextn\.)?\w+)\.(\w+)")
+_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.((?:nextn\.)?\w+)(?:\.(\w+))?")
 _FREQUENCIES = "rope_freqs.weight"
 """Divisors of the frequencies of a scaled rotation."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -71,8 +71,10 @@ def hf_name(header: GgufHeader, name: str) -> str | None:
         return f"{NAMES[stem]}.{leaf}"
     match = _LAYER.fullmatch(name)
     if match is not None:
-        layer, part, leaf = match.groups()
-        if (whole := row.names.get(f"{part}.{leaf}")) is not None:
+        layer, part, last = match.groups()
+        if row.skips_heads and int(layer) >= integer(header, f"{header.metadata[ARCHITECTURE]}.block_count") - prediction_heads(header):
+            return None
+        if (whole := row.names.get(f"{part}.{last or ''}")) is not None:
             return f"model.layers.{layer}.{whole}"
         if (found := row.names.get(part)) is not None and leaf in ("weight", "bias"):
             return f"model.layers.{layer}.{found}.{leaf}"
@@ -81,7 +83,7 @@ def hf_name(header: GgufHeader, name: str) -> str | None:
 
 def norm_offset(header: GgufHeader, name: str) -> bool:
     """The tensor is the weight of a norm that a Hugging Face checkpoint has minus 1."""
-    return architecture_of(header).offset and name.endswith("norm.weight")
+    return architecture_of(header).offset and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight")
 
 
 def row_order(header: GgufHeader, name: str) -> int | None:
@@ -109,12 +111,13 @@ def config_of(headers: list[GgufHeader]) -> dict[str, Any]:
     merged = GgufHeader(first.file, first.metadata, {name: tensor for header in headers for name, tensor in header.tensors.items()})
     if "token_embd.weight" not in names:
         raise CheckpointError(f"{first.file}: token_embd.weight", "the embedding", "no such tensor")
-    layers = integer(first, f"{arch}.block_count") - _heads_after(first, arch)
+    width_of_mlp, mixtures = f"{arch}.feed_forward_length", EXPERTS in row.reads
+    layers = integer(first, f"{arch}.block_count") - prediction_heads(first)
     config: dict[str, Any] = {
         "architectures": [row.name],
         "vocab_size": merged.tensors["token_embd.weight"].shape[0],
         "hidden_size": width,
-        "intermediate_size": integer(first, f"{arch}.feed_forward_length"),
+        "intermediate_size": None if mixtures and width_of_mlp not in first.metadata else integer(first, width_of_mlp),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": integer(first, f"{arch}.attention.head_count_kv", heads),
@@ -139,12 +142,6 @@ def config_of(headers: list[GgufHeader]) -> dict[str, Any]:
             raise first.error(f"{arch}.attention.sliding_window", f"no sliding window in {row.name}")
         config |= {"architectures": [row.windowed], "sliding_window": window}
     return config
-
-
-def _heads_after(header: GgufHeader, arch: str) -> int:
-    """Prediction heads, which the file counts as layers."""
-    key = f"{arch}.nextn_predict_layers"
-    return integer(header, key) if header.metadata.get(key) else 0
 
 
 def _check_neutral(header: GgufHeader, arch: str, head_dim: int, row: Architecture) -> None:

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from graphspec import LLM, SamplingParams
+from graphspec.cli.main import main
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.facts import read_model_facts
 from graphspec.facts.families import OWN_MODULES, find_family
@@ -198,3 +199,11 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     edit_tensors(path / "model.safetensors", "model.layers.1.mlp.up_proj.weight")
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight.*missing"):
         LLM(path, family="transformers", variant="none", **SMALL)
+
+
+@pytest.mark.parametrize("command", ["diff", "plan", "profile", "train", "tune"])
+def test_commands_that_measure_families_refuse_it(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "model=demo", "model.family=transformers", "variant=none"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"graphspec: model.family: expected auto with graphspec {command}, found transformers\n"

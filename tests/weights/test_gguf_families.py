@@ -20,7 +20,7 @@ from graphspec.facts.gguf_model import gguf_folder
 from graphspec.models.target import load_target
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, build_hf, write_hf
 from tests.support.gguf_files import copy_gguf, write_gguf
-from tests.support.moe_checkpoints import build_mixture
+from tests.support.moe_checkpoints import add_heads, build_mixture, head_tensors
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "head_dim": 16,
@@ -93,7 +93,7 @@ def tokens() -> torch.Tensor:
 
 
 def test_every_architecture_has_a_case() -> None:
-    assert {name.split(",")[0] for name in CASES} | {"llama", "qwen2", "qwen3"} == set(ARCHITECTURES)
+    assert {name.split(",")[0] for name in CASES} | {"llama", "qwen2", "qwen3", "qwen35", "qwen35moe"} == set(ARCHITECTURES)
     assert set(ARCHITECTURES) <= set(gguf.MODEL_ARCH_NAMES.values())
 
 
@@ -146,17 +146,39 @@ def test_metadata_that_is_wrong_is_named(tmp_path: Path) -> None:
     refused(file, tmp_path, pattern, "sliding_window_pattern: expected 4 flags")
 
 
-def test_experts_of_low_precision_are_refused_by_one_message(tmp_path: Path) -> None:
-    source = write_hf(build_mixture("qwen3_moe", hidden_size=32, moe_intermediate_size=32), tmp_path / "source")
+@torch.inference_mode()
+def test_experts_of_low_precision_load(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 32}
+    source = write_hf(build_mixture("qwen3_moe", **sizes), tmp_path / "source")
     metadata = {f"qwen3moe.{key}": value for key, value in (EXPERTS | {"expert_count": 6, "expert_feed_forward_length": 32}).items()}
     file = tmp_path / "model.gguf"
-    write_gguf(source, file, {}, arch="qwen3moe", metadata=metadata)
+    plain = write_gguf(source, file, {}, arch="qwen3moe", metadata=metadata)
+    kept: dict[str, torch.Tensor] = {}
 
     def pack(tensors: Any) -> Any:
-        name = "blk.0.ffn_up_exps.weight"
-        data, _ = tensors[name]
-        return tensors | {name: (gguf.quants.quantize(data.astype("float32"), Type.Q8_0), Type.Q8_0)}
+        found = dict(tensors)
+        for name, (data, _) in tensors.items():
+            if "_exps." in name:
+                codes = gguf.quants.quantize(data.astype("float32"), Type.Q8_0)
+                kept[name], found[name] = torch.from_numpy(gguf.quants.dequantize(codes, Type.Q8_0)), (codes, Type.Q8_0)
+        return found
 
-    folder = gguf_folder(copy_gguf(file, tmp_path / "packed.gguf", pack))
-    with pytest.raises(CheckpointError, match="experts that are not quantised"):
-        load_target(read_model_facts(folder), (), 32, torch.float32, "cpu")
+    packed = copy_gguf(file, tmp_path / "packed.gguf", pack)
+    model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager").eval()
+    for layer in range(model.config.num_hidden_layers):
+        experts = model.model.layers[layer].mlp.experts
+        gate, up, down = (kept[f"blk.{layer}.ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))
+        experts.gate_up_proj.copy_(torch.cat((gate, up), 1))
+        experts.down_proj.copy_(down)
+    torch.testing.assert_close(logits(packed), model(input_ids=tokens()).logits, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_prediction_heads_are_left_unread(tmp_path: Path) -> None:
+    keys = {"n_group": 1, "topk_group": 1}
+    model = build_mixture("glm4_moe", **keys)
+    source = add_heads(write_hf(model, tmp_path / "source"), head_tensors("glm4_moe", **keys))
+    metadata = {**CASES["glm4moe"][2], "expert_weights_scale": 1.0, "block_count": 4, "nextn_predict_layers": 1}
+    file = tmp_path / "model.gguf"
+    write_gguf(source, file, {}, arch="glm4moe", default=Type.F32, metadata={f"glm4moe.{key}": value for key, value in metadata.items()})
+    torch.testing.assert_close(logits(file).argmax(-1), model(input_ids=tokens()).logits.argmax(-1))
