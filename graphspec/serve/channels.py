@@ -19,7 +19,7 @@ MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
 REASONING, FUNCTIONS = "analysis", "functions."
 _TO = re.compile(r"\bto=([^\s<]+)")
 _MARK = re.compile("|".join(map(re.escape, MARKS)))
-MOST_HEADER = 1024
+MAX_HEADER = 1024
 """Characters between the beginning of a message and its text."""
 
 
@@ -87,7 +87,7 @@ class ChannelReader:
     def _say(self, text: str, reasoning: list[str], content: list[str]) -> None:
         if self._header is not None:
             self._header.append(text)
-            if sum(map(len, self._header)) > MOST_HEADER:
+            if sum(map(len, self._header)) > MAX_HEADER:
                 # No header is that long.
                 content.append("".join(self._header))
                 self._header, self._channel, self._function = None, "", ""

@@ -10,7 +10,7 @@ import pytest
 
 from graphspec.api.outputs import StreamEvent
 from graphspec.serve.answers import ChatWriter
-from graphspec.serve.channels import MARKS, MOST_HEADER, ChannelReader, in_channels
+from graphspec.serve.channels import MARKS, MAX_HEADER, ChannelReader, in_channels
 from graphspec.serve.protocol import ChatBody, parse
 from graphspec.serve.tools import Tools
 
@@ -60,7 +60,7 @@ def test_without_tools_a_message_to_a_function_is_content() -> None:
 
 
 def test_a_header_without_end_is_content() -> None:
-    text = "<|channel|>" + "x" * (2 * MOST_HEADER)
+    text = "<|channel|>" + "x" * (2 * MAX_HEADER)
     assert read(text, 100)[1] == text
 
 
