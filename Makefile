@@ -20,7 +20,7 @@ PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) $(SPREAD)
 KERNELS := 'kernels and not full and not gpu and not browser and not clients'
 BOTH := 'not full and not gpu and not browser and not clients'
 
-.PHONY: help demo demo-small test test-kernels test-full test-browser test-clients test-oldest fuzz soak lint format snapshots features gpu-check rehearse-gpu acceptance train-demo bench compare guard wheel clean race docs
+.PHONY: help demo demo-small test test-kernels test-full test-browser test-clients test-oldest fuzz soak soak-server lint format snapshots features gpu-check rehearse-gpu acceptance train-demo bench compare guard wheel clean race docs
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -55,20 +55,25 @@ test-browser: $(STAMP) ## the report in a real browser; needs Chromium
 	$(PYTEST) -m browser tests/browser
 
 # Their versions are the newest. They see torch, transformers and graphspec of .venv; nothing of theirs gets into it.
-test-clients: $(STAMP) ## OpenAI's client, lm-eval and guidellm against graphspec serve, and replicas on Ray Serve, installed into .venv-clients
+test-clients: $(STAMP) ## OpenAI's client, lm-eval, guidellm and aiperf against graphspec serve, and replicas on Ray Serve, installed into .venv-clients
 	$(PYTHON) -m venv $(CLIENTS)
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > "$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
-	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install openai 'lm-eval[api]' guidellm 'ray[serve]>=2.60'
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install openai 'lm-eval[api]' guidellm aiperf 'ray[serve]>=2.60'
 	$(PYTEST) -m clients tests/clients --clients=$(CLIENTS)/bin
 
 FUZZ_SEED ?= 0
 FUZZ_BUDGET ?= 1000
-fuzz: $(STAMP) ## inputs of every kind at command line, Python API and checkpoints; FUZZ_SEED=0 FUZZ_BUDGET=1000 for each of the three
-	$(PARALLEL) tests/fuzz --fuzz-seed=$(FUZZ_SEED) --fuzz-budget=$(FUZZ_BUDGET)
+FUZZ_SECONDS ?= 300
+fuzz: $(STAMP) ## inputs of every kind at command line, Python API, checkpoints and a server; FUZZ_SEED=0 FUZZ_BUDGET=1000 each, FUZZ_SECONDS=300 for a server
+	$(PARALLEL) tests/fuzz --fuzz-seed=$(FUZZ_SEED) --fuzz-budget=$(FUZZ_BUDGET) --fuzz-seconds=$(FUZZ_SECONDS)
 
 SOAK_REQUESTS ?= 100000
 soak: $(STAMP) ## many requests over one engine, with aborts, errors and short pages; SOAK_REQUESTS=100000 of each kind
 	$(PYTEST) tests/engine/test_soak.py --soak-requests=$(SOAK_REQUESTS)
+
+SOAK_MINUTES ?= 30
+soak-server: $(STAMP) ## hostile and honest clients at one server; SOAK_MINUTES=30
+	$(BIN)/python -m perf.serve_soak --minutes $(SOAK_MINUTES)
 
 # torch 2.11 refuses the setuptools that is pinned for the others.
 test-oldest: ## `test` and `test-kernels` under the oldest torch that is supported, in .venv-oldest
@@ -109,8 +114,9 @@ bench: $(STAMP) ## measure speed, all sides in one run; docs/benchmarks.md
 	$(BIN)/python -m perf.speed --page
 
 RACE ?=
-race: $(STAMP) ## the same with engines of others, which `pip install -e '.[race]'` brings; RACE="--batch 8", "--prompt-tokens 512 --max-tokens 1"
-	$(BIN)/python -m perf.speed --race $(RACE)
+# The demo model's race also has ONNX Runtime, CTranslate2 and OpenVINO: `pip install -e '.[race]'`.
+race: $(STAMP) ## a chat model against llama.cpp and transformers; MODEL=demo: the demo model against other engines; RACE="--llama PROGRAM"
+	$(BIN)/python -m $(if $(filter demo,$(MODEL)),perf.speed --race,perf.chat_race --model $(MODEL)) $(RACE)
 
 BASE ?= HEAD
 HEAD ?= .

@@ -1,15 +1,21 @@
 """Write what the docs take from the code: ``python docs/generate.py``.
 
 ``docs/configuration.md`` comes from the docstrings of ``graphspec/config/schema.py``, the layers in ``docs/design.md`` from the import
-contract in ``pyproject.toml`` and the first sentence of each module's docstring, the signatures in ``docs/api.md`` from the source.
+contract in ``pyproject.toml`` and the first sentence of each module's docstring, ``docs/models.md`` from the configs of published models,
+the signatures in ``docs/api.md`` from the source.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 import tomllib
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from graphspec.errors import CheckpointError
+from graphspec.facts import read_model_facts
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -26,6 +32,20 @@ the bare key is a keyword of `LLM` (`page_size=1`; those of `sampling` are field
 message and exit code 2.
 
 This page is written by `python docs/generate.py` from `graphspec/config/schema.py`.
+"""
+MODELS = ROOT / "tests" / "models" / "published_models.json"
+MODELS_PAGE = ROOT / "docs" / "models.md"
+MODELS_HEAD = """# What people run
+
+The models that are run most at the end of 2026, and what happens to their `config.json` here. *Loads*: a family's layers describe it,
+in the [formats](quantised.md) that load. *`model.family=transformers`*: transformers' modules
+[run it](checkpoints.md#any-other-model-of-transformers), slower. *Refused*: one message says why. Drafts are those that others publish for
+the model; `ngram` and `standalone` need none of its own.
+
+This page is written by `python docs/generate.py` from `tests/models/published_models.json`. `tests/models/test_published_models.py`
+shrinks each config, builds what loads with random weights and runs it, tries transformers' modules where the table says so, and checks
+that the others are refused.
+
 """
 
 
@@ -104,6 +124,28 @@ def design() -> str:
     return text[: begin + len(LAYERS[0])] + "\n" + layers() + "\n" + text[end:]
 
 
+def models() -> str:
+    """The text of ``docs/models.md``: what loads is asked of the readers of ``config.json``."""
+    rows = ["| model | class | answer | drafts that load | what is missing |", "|---|---|---|---|---|"]
+    for row in json.loads(MODELS.read_text(encoding="utf-8")):
+        with TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(json.dumps(row["config"]), encoding="utf-8")
+            try:
+                read_model_facts(folder)
+                answer = "loads"
+            except CheckpointError:
+                answer = "`model.family=transformers`" if row["through"] else "refused"
+        missing = "" if answer == "loads" and row["through"] else row["missing"]
+        drafts = ", ".join(f"`{name}`" for name in row["drafts"].split(", ") if name and answer == "loads")
+        rows.append(f"| {row['name']} | `{row['config']['architectures'][0]}` | {answer} | {drafts} | {missing} |")
+    return MODELS_HEAD + "\n".join(rows) + "\n"
+
+
+def _code(node: ast.AST) -> str:
+    """Source of a node with the house's quotes; ``ast`` writes the others."""
+    return ast.unparse(node).replace("'", '"')
+
+
 def _call(function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> str:
     """One call as it is written, without ``self`` and annotations of arguments."""
     arguments = function.args
@@ -117,7 +159,7 @@ def _call(function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> str:
 
 
 def _argument(argument: ast.arg, default: ast.expr | None) -> str:
-    return argument.arg if default is None else f"{argument.arg}={ast.unparse(default)}"
+    return argument.arg if default is None else f"{argument.arg}={_code(default)}"
 
 
 def signature(node: ast.ClassDef | ast.FunctionDef) -> str:
@@ -126,7 +168,7 @@ def signature(node: ast.ClassDef | ast.FunctionDef) -> str:
         return f"```python\n{_call(node, node.name)}\n```\n"
     methods = [item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
     constructor = next((method for method in methods if method.name == "__init__"), None)
-    fields = [ast.unparse(item) for item in node.body if isinstance(item, ast.AnnAssign) and not ast.unparse(item.target).startswith("_")]
+    fields = [_code(item) for item in node.body if isinstance(item, ast.AnnAssign) and not ast.unparse(item.target).startswith("_")]
     bases = ", ".join(map(ast.unparse, node.bases))
     head = (
         _call(constructor, node.name)
@@ -165,6 +207,7 @@ def api() -> str:
 
 
 if __name__ == "__main__":
+    MODELS_PAGE.write_text(models(), encoding="utf-8")
     API.write_text(api(), encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")
     DESIGN.write_text(design(), encoding="utf-8")

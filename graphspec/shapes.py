@@ -186,18 +186,23 @@ class SamplingClass:
 
 EVERYTHING = ("noise", "truncate", "penalties", "bias", "allowed", "bad_words", "logprobs")
 """All that runs on the device in one launch."""
-SPELLED = (*EVERYTHING, "grammar")
+SPELLED = (*EVERYTHING, "prompt_logprobs", "grammar")
 """Parts of a class that a configuration can name."""
 
 
-def sampling_class_of(name: str, logprobs: int) -> SamplingClass | None:
-    """The class that is spelled ``greedy``, ``everything``, or by what it has, joined by ``+``, as ``noise+truncate``; None: no class is.
+def sampling_class_of(name: str, logprobs: int, defaults: SamplingDefaults | None = None) -> SamplingClass | None:
+    """The class that is spelled ``greedy``, ``default``, or by what it has, joined by ``+``, as ``noise+truncate``; None: no class is.
 
-    ``everything`` is all but ``grammar``, for which a program is cut into segments; ``everything+grammar`` has that too. ``logprobs`` is
-    how many alternatives a class has that says ``logprobs``, or ``everything``.
+    Args:
+        name: ``everything`` stands for all parts but ``prompt_logprobs``, which is of prefill programs, and ``grammar``, for which a
+            program is cut into segments: these may be added, as ``everything+grammar``.
+        logprobs: how many alternatives a class has that says ``logprobs``, or ``everything``.
+        defaults: of the checkpoint, whose class ``default`` is; None: the neutral ones.
     """
     parts = name.split("+")
-    if parts[0] == "everything" and parts[1:] in ([], ["grammar"]):
+    if parts == ["default"]:
+        return (defaults or NEUTRAL).sampling_class
+    if parts[0] == "everything":
         parts = [*EVERYTHING, *parts[1:]]
     if parts == ["greedy"]:
         parts = []
@@ -241,6 +246,10 @@ def drawing_class(params: Any) -> SamplingClass:
 
 PREPARED = ("greedy", "everything")
 """Names of classes whose programs an engine prepares unless ``runtime.sampling_classes`` says otherwise."""
+SERVED = ("greedy", "default", "everything", "everything+prompt_logprobs")
+"""Those of a server, unless ``runtime.sampling_classes`` says otherwise."""
+SERVED_GRAMMARS = ("everything+grammar", "everything+prompt_logprobs+grammar")
+"""More of them where grammars can be compiled."""
 
 
 def prepared_classes(names: Sequence[str] | None, defaults: SamplingDefaults, logprobs: int) -> tuple[SamplingClass, ...]:
@@ -252,7 +261,7 @@ def prepared_classes(names: Sequence[str] | None, defaults: SamplingDefaults, lo
         logprobs: alternatives of a class with log-probabilities.
     """
     spelled = PREPARED if names is None else names
-    found = [each for name in spelled if (each := sampling_class_of(name, logprobs)) is not None]
+    found = [each for name in spelled if (each := sampling_class_of(name, logprobs, defaults)) is not None]
     if names is None:
         found.insert(1, defaults.sampling_class)
     return tuple(dict.fromkeys(found))

@@ -1,4 +1,4 @@
-"""Other engines as sides of ``make race``: their requirements, converted models and processes.
+"""Other engines as sides of ``make race MODEL=demo``: their requirements, converted models and processes.
 
 ``pip install -e ".[race]"`` installs ONNX Runtime GenAI, CTranslate2 and OpenVINO GenAI. They may be in another environment, whose
 interpreter is ``--peers PYTHON``. Converted models are kept in the cache folder, by name of the converter and content of the checkpoint.

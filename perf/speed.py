@@ -5,7 +5,8 @@ phase of the machine affects all of them; the figure of a side is the median ove
 the ratios within a round. A side whose tokens differ from HF's greedy output is reported as wrong and has no figure. With one new token the
 rate is that of the prompt.
 
-``make race`` adds other engines (:mod:`perf.peers`), each in its own process; one that can't take part is listed with the reason.
+``make race MODEL=demo`` adds other engines (:mod:`perf.peers`), each in its own process; one that can't take part is listed with its
+reason.
 """
 
 from __future__ import annotations
@@ -247,9 +248,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     where += f" next to {args.busy} busy programs" if args.busy else ""
     name = "Demo model" if args.model == "demo" else args.model
     what = f"{args.max_tokens} new tokens" if args.max_tokens > 1 else "1 new token (the rate is the prompt's)"
+    command = "race MODEL=demo" if args.race else "bench"
     caption = (
         f"{name}, batch {args.batch}, greedy, {probe.plan.dtype}, `runtime={args.runtime}`, {where}, {args.batch * len(batches)} held-out "
-        f"prompts of {args.prompt_tokens} tokens, {what}, median of {args.rounds} rounds: `make {'race' if args.race else 'bench'}`."
+        f"prompts of {args.prompt_tokens} tokens, {what}, median of {args.rounds} rounds: `make {command}`."
     )
     caption = "\n".join([caption, *(f"Missing: {side}: {reason}." for side, reason in missing.items())])
     print(table(records, caption))

@@ -45,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-features", action="store_true", help="write docs/features.md from what this run shows")
     parser.addoption("--fuzz-seed", type=int, default=0, help="which inputs the fuzzers take and invent")
     parser.addoption("--fuzz-budget", type=int, default=100, help="inputs of each fuzzer")
+    parser.addoption("--fuzz-seconds", type=float, default=30.0, help="time limit of the fuzzer of a server")
     parser.addoption("--clients", default=".venv-clients/bin", help="folder of the programs of other people's clients")
     parser.addoption("--soak-requests", type=int, default=80, help="requests of the soak test")
 

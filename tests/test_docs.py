@@ -20,6 +20,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(page for folder 
 def test_generated_pages_are_current() -> None:
     generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
     assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == generate["page"](), "run python docs/generate.py"
+    assert (ROOT / "docs" / "models.md").read_text(encoding="utf-8") == generate["models"](), "run python docs/generate.py"
     assert (ROOT / "docs" / "api.md").read_text(encoding="utf-8") == generate["api"](), "run python docs/generate.py"
     assert (ROOT / "docs" / "design.md").read_text(encoding="utf-8") == generate["design"](), "run python docs/generate.py"
 

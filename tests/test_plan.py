@@ -19,7 +19,8 @@ from graphspec.config.catalog import resolve_variant
 from graphspec.config.schema import Config, KernelsConfig, ModelConfig, VariantConfig
 from graphspec.errors import ConfigError
 from graphspec.facts import RopeFacts
-from graphspec.facts.families import LLAMA, Family, find_family
+from graphspec.facts.families import LLAMA, find_family
+from graphspec.facts.family import Family
 from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.plan.plan import make_plan, resolve_shape
 from graphspec.shapes import PLAIN, SAMPLED, CycleShape, GraphKey, pick_bucket

@@ -172,3 +172,15 @@ def test_what_the_program_prints_meanwhile_stays_on_its_stream(monkeypatch: pyte
         bars("build", 2, 2)
         assert "[bold]a cycle" in (shown := terminal.drawn()) and "an answer" not in shown
     assert capsys.readouterr().out == "an answer\n"
+
+
+def test_lines_of_a_log_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends of phases, and how far one is that goes on for long."""
+    from rich.console import Console
+
+    clock, written = SimpleNamespace(now=0.0), io.StringIO()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock.now)
+    with progress.progress_bars(Console(file=written, force_terminal=False), lines=True) as show:
+        for done, clock.now in ((0, 0.0), (1, 10.0), (2, 29.0), (3, 31.0), (4, 50.0), (5, 62.0), (6, 63.0)):
+            show("compile", done, 6)
+    assert written.getvalue() == "compile 3/6\ncompile 5/6\ncompile 6/6\n"

@@ -238,6 +238,18 @@ class Grammars:
             self._vocabulary = Vocabulary(texts, speech.special_ids.union(stops), tuple(stops))
         return self._vocabulary
 
+    def load(self, tokenizer: Callable[[], Tokenizer]) -> None:
+        """Load the compilers, which the first grammar does otherwise.
+
+        Args:
+            tokenizer: of the checkpoint.
+
+        Raises:
+            RequestError: xgrammar is not installed or does not take the tokenizer, or there is none.
+        """
+        for tags in (False, True):
+            self._compiler(tokenizer, tags=tags)
+
     def grammar(self, params: SamplingParams, stop_ids: Sequence[int], tokenizer: Callable[[], Tokenizer]) -> RowGrammar:
         """The grammar of a request at the beginning of its output.
 

@@ -27,7 +27,7 @@ from ..engine.request import Request, SamplingParams
 from ..engine.self_test import AcceptanceTest
 from ..engine.tuning import tune_program
 from ..errors import ConfigError
-from ..facts import check_tokenizer, read_model_facts, read_sampling_defaults
+from ..facts import check_tokenizer, read_sampling_defaults
 from ..facts.folders import DEMO, draft_folder, model_folder
 from ..graphs.capture import CaptureRecord
 from ..graphs.cycle import Cycle
@@ -36,8 +36,8 @@ from ..graphs.programs import Key
 from ..graphs.ranks import FollowingCycle, LeadingCycle
 from ..host.progress import Display, Progress, display_of
 from ..models.layers import join_ranks, use_kernels
-from ..models.stack import pack_network, uses_packed_weights
-from ..models.target import load_target
+from ..models.stack import pack_network, round_weights, uses_packed_weights
+from ..models.target import load_target, read_target_facts
 from ..models.token_map import apply_token_map, load_token_map
 from ..plan.buffers import DTYPES
 from ..plan.plan import Plan, make_plan
@@ -144,7 +144,7 @@ class LLM:
         self._engine = Engine(self.cycle, self._load_proposer(), self._adaptive_depth(), progress, self._new_display)
         self.load = self._engine.load
         """What there is to do now, as :class:`graphspec.engine.meter.Load`; any thread may ask."""
-        self.ping = self._engine.ping
+        self.ping, self.check_class = self._engine.ping, self._engine.check_class
         self._acceptance_test = AcceptanceTest(self.plan)
         self.grammars = Grammars(self.plan)
         """Compiles those of requests."""
@@ -160,7 +160,7 @@ class LLM:
     def _plan(self, rank: int = 0) -> Plan:
         device = prepare_device(self.config.hardware, self.config.runtime.tensor_parallel)
         variant = resolve_variant(self.config.variant.name)
-        target = read_model_facts(self.folder)
+        target = read_target_facts(self.config, self.folder)
         self.ends = find_ends(target, (lambda: self.tokenizer) if self._has_tokenizer else None)
         target = replace(target, eos_token_ids=tuple(self.ends))
         draft = None
@@ -192,6 +192,8 @@ class LLM:
             if (token_map := self.config.variant.token_map) is not None:
                 apply_token_map(draft, load_token_map(user_path("variant.token_map", token_map), plan.target.vocab_size))
         networks = {"target": target} if draft is None else {"target": target, "draft": draft}
+        for network in networks.values():
+            round_weights(network, plan)
         if self.ranks is not None:
             comm = self.ranks.comm(device)
             for network in networks.values():
@@ -431,7 +433,7 @@ class LLM:
         plan, shape = self.plan, f"({', '.join(map(str, self.plan.shape.numbers))})"
         return (
             f"LLM(model={self.config.model.path!r}, variant={plan.variant.name!r}, shape={shape}, runtime={plan.runtime.name!r}, "
-            f"device={plan.device!r}, dtype={plan.dtype!r}, buckets={list(plan.buckets)})"
+            f"device={plan.device!r}, dtype={plan.weight_dtype!r}, buckets={list(plan.buckets)})"
         )
 
     def __enter__(self) -> Self:
@@ -450,6 +452,17 @@ class LLM:
         With adaptive depth, cycles without a configured time are timed too, once per bucket.
         """
         self._engine.prepare(check_warm_up(requests, sampling, self.plan), sampling)
+
+    def seal(self) -> None:
+        """Build the programs of greedy requests, of those that say nothing and of ``runtime.sampling_classes``, and none after that.
+
+        From then on no call waits for another one's programs. A request is served by the smallest class that covers it, and one that none
+        covers is refused.
+
+        Raises:
+            ResourceError: the engine is closed, or memory ran out.
+        """
+        self._engine.seal(GREEDY, self.plan.sampling_defaults.sampling_class, *self.plan.sampling_classes)
 
     def keys(self, requests: int, sampling: SamplingClass) -> list[Key]:
         """Programs that ``requests`` requests may need: every bucket up to the one they fill, and every chunk size."""

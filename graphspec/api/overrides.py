@@ -25,12 +25,14 @@ class Overrides(TypedDict, total=False):
     # model
     path: str
     revision: str | None
+    family: str
     max_context: int | None
     generation_config: str
 
     # runtime
     max_rows: int
     buckets: list[int]
+    kv_dtype: str
     page_size: int
     num_pages: int | None
     prefill_chunks: list[int] | None

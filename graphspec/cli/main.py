@@ -52,6 +52,8 @@ class Command:
     """It takes raw arguments and no configuration."""
     complete: str = ""
     """``module:attribute`` of a function that adds to its words what depends on others of them."""
+    family_only: bool = False
+    """It needs a target of a family: not ``model.family=transformers``."""
 
 
 class _CheckedStdout:
@@ -147,6 +149,8 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _run(name: str, config: LaunchConfig) -> int:
+    if COMMANDS[name].family_only and config.model.family != "auto":
+        raise ConfigError("model.family", f"auto with graphspec {name}", config.model.family)
     logger = logging.getLogger("graphspec")
     # stderr may have been replaced since the last call.
     handler = logging.StreamHandler(sys.stderr)
@@ -383,6 +387,7 @@ COMMANDS: dict[str, Command] = {
         _diff,
         "run two runtimes side by side and name the first slot that differs",
         "  left=eager right=compiled prompt=TEXT format=text|json    exit code 1 when they differ",
+        family_only=True,
     ),
     "demo": Command(
         _demo,
@@ -414,6 +419,7 @@ COMMANDS: dict[str, Command] = {
   --multirun variant.num_steps=2,4  one case after the other, each in processes of its own
 
   graphspec profile experiment=demo_tree baseline=[none,hf]""",
+        family_only=True,
     ),
     "plan": Command(
         _command_of(".lab.predict.command"),
@@ -423,6 +429,7 @@ COMMANDS: dict[str, Command] = {
   plan.context=2048 plan.batches=[1,8,32] plan.acceptance=[0.8,0.7,0.6] plan.measured=FILE plan.measure=true format=text|json
 
   graphspec plan model=llama-3.1-8b hardware=h200""",
+        family_only=True,
     ),
     "tune": Command(
         _command_of(".lab.tune.command"),
@@ -431,6 +438,7 @@ COMMANDS: dict[str, Command] = {
   tune.out=FILE tune.candidates=6 tune.batches=[1,4] tune.adaptive=true workload=...
 
   graphspec tune model=demo variant=eagle3 tune.out=tuned.yaml""",
+        family_only=True,
     ),
     "report": Command(
         _command_of(".lab.report.page"),
@@ -452,6 +460,7 @@ COMMANDS: dict[str, Command] = {
 
   graphspec train variant=eagle3 model=demo train.data=[texts] train.out=my-eagle3
   graphspec generate variant=eagle3 model=demo variant.draft=my-eagle3 prompt='def fib(n):'""",
+        family_only=True,
     ),
     "fetch": Command(
         _fetch,

@@ -75,6 +75,11 @@ class Variant:
     def has_network(self) -> bool:
         return self.drafter == "network"
 
+    @property
+    def reads_target(self) -> bool:
+        """Drafters of this kind read features of the target."""
+        return self.feature_source in ("hidden", "taps")
+
     def resolve_prefix_cache(self, wanted: bool | None, *, recurrent: bool) -> bool:
         """Whether requests share the pages of equal beginnings; ``wanted`` None: where this drafter and the target allow it.
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
-from typing import Any
 
 from ..errors import ConfigError
 from ..shapes import NEUTRAL, sampling_class_of
 from .catalog import resolve_acceptance_rule
-from .checks import FLOAT32_MIN, INT32_MAX, INT64_MAX, Errors, ascending, brief, check_fields, in_range, one_of, usable_temperature
+from .checks import INT32_MAX, ascending, brief, check_fields, in_range, one_of, usable_temperature
+from .sampling_checks import check_sampling
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RUNTIMES = ("auto", "eager", "compiled", "captured")
@@ -28,6 +28,7 @@ DRAFT_NOISES = ("coupled", "none")
 DRAFT_PARALLEL = ("auto", "replicated", "sharded")
 NGRAM_MATCHES = ("bfs", "prob")
 GENERATION_CONFIGS = ("auto", "ignore")
+MODEL_FAMILIES = ("auto", "transformers")
 
 MAX_ROWS = 65536
 """Most rows or lanes; like the bounds below far above real use, to refuse typing errors before memory is counted."""
@@ -39,73 +40,8 @@ MAX_ENTRIES = 65536
 """Most stop ids or biased tokens of a request."""
 MAX_NGRAM = 1024
 MAX_THREADS = 4096
-MAX_SAMPLES = 65536
-"""Most outputs of one prompt. Far above real use, to catch typing errors."""
-TEMPERATURES = (0, 1e5)
-"""Bounds of a temperature; noise multiplied by the largest stays finite in float32."""
-REPETITIONS = (0.01, 100.0)
-"""Bounds of the repetition penalty: what it makes of a logit is finite in float32 up to logits of 3e36."""
-PENALTY_LIMIT = 2.0
-BIAS_LIMIT = 100.0
-SEEDS = (-(2**63), 2**64 - 1)
 MIN, MAX = 1e-9, 1e9
 """Bounds of measured quantities, in any unit."""
-
-
-def check_defaults(params: Any, prefix: str, error: Errors) -> None:
-    """Check the bounds of the fields of :class:`SamplingDefaults`; their types are checked already. None passes: it says nothing.
-
-    Raises:
-        GraphspecError: of class ``error``; names ``prefix`` and the field.
-    """
-    in_range(f"{prefix}temperature", params.temperature, *TEMPERATURES, error=error)
-    in_range(f"{prefix}top_k", params.top_k, -1, INT64_MAX, error=error)
-    in_range(f"{prefix}repetition_penalty", params.repetition_penalty, *REPETITIONS, error=error)
-    if params.top_p is not None and not FLOAT32_MIN <= params.top_p <= 1:
-        raise error(f"{prefix}top_p", f"a number above 0 ({FLOAT32_MIN:.0e} or more), at most 1", params.top_p)
-    if params.min_p and not FLOAT32_MIN <= params.min_p <= 1:
-        raise error(f"{prefix}min_p", f"0, or a number of {FLOAT32_MIN:.0e} or more, at most 1", params.min_p)
-
-
-def check_sampling(params: Any, error: Errors) -> None:
-    """Check the bounds of :class:`SamplingConfig` and ``SamplingParams`` that depend on no engine; their types are checked already.
-
-    Raises:
-        GraphspecError: of class ``error``; names ``sampling.<field>``.
-    """
-    check_defaults(params, "sampling.", error)
-    # Without a new token there is still a prompt to return.
-    scores = getattr(params, "echo", False) or getattr(params, "prompt_logprobs", None) is not None
-    limits: dict[str, tuple[float, float]] = {
-        "max_tokens": (0 if scores else 1, INT64_MAX),
-        "presence_penalty": (-PENALTY_LIMIT, PENALTY_LIMIT),
-        "frequency_penalty": (-PENALTY_LIMIT, PENALTY_LIMIT),
-    }
-    for name, (minimum, maximum) in limits.items():
-        in_range(f"sampling.{name}", getattr(params, name), minimum, maximum, error=error)
-    if params.seed is not None and not SEEDS[0] <= params.seed <= SEEDS[1]:
-        raise error("sampling.seed", "null, or a 64-bit integer", brief(params.seed))
-    in_range("sampling.n", params.n, 1, MAX_SAMPLES, error=error)
-    if params.n > 1 and params.temperature == 0:
-        raise error("sampling.n", "1 at temperature 0, where all outputs would be the same", params.n)
-    longest = INT64_MAX if params.max_tokens is None else params.max_tokens
-    maximum = min(longest, INT32_MAX)
-    if not 0 <= params.min_tokens <= maximum:
-        whose = " = max_tokens" if maximum == longest else ""
-        raise error("sampling.min_tokens", f"an integer >= 0, at most {maximum}{whose}", brief(params.min_tokens))
-    in_range("sampling.logprobs", params.logprobs, 0, INT32_MAX, error=error)
-    for name in ("stop_token_ids", "allowed_token_ids"):
-        for place, token in enumerate(getattr(params, name) or ()):
-            in_range(f"sampling.{name}[{place}]", token, 0, INT64_MAX, error=error)
-    if params.allowed_token_ids is not None and not params.allowed_token_ids:
-        raise error("sampling.allowed_token_ids", "null, or at least one token id", [])
-    for name in ("stop", "bad_words"):
-        for place, text in enumerate(getattr(params, name) or ()):
-            if not text.strip() if name == "bad_words" else not text:
-                raise error(f"sampling.{name}[{place}]", "text that is not empty", repr(text))
-    for token, value in (params.logit_bias or {}).items():
-        in_range("sampling.logit_bias", token, 0, INT64_MAX, error=error)
-        in_range(f"sampling.logit_bias[{token}]", value, -BIAS_LIMIT, BIAS_LIMIT, error=error)
 
 
 @dataclass(kw_only=True)
@@ -179,6 +115,9 @@ class ModelConfig:
     shipped with the package, or ``smollm2`` for one that ``graphspec fetch`` brings."""
     revision: str | None = None
     """Branch, tag or commit of a model from the Hub; null: its main branch."""
+    family: str = "auto"
+    """auto: a family of graphspec, by the architecture in config.json; transformers: the modules of transformers, for a model that has no
+    family here. Slower; without compiled and captured cycles, and without drafters that read the target."""
     max_context: int | None = None
     """Longest prompt plus output, in tokens; null: what the checkpoint allows."""
     generation_config: str = "auto"
@@ -189,6 +128,7 @@ class ModelConfig:
         check_fields(self, "model", paths=("path",))
         in_range("model.max_context", self.max_context, 2, INT32_MAX)
         one_of("model.generation_config", self.generation_config, GENERATION_CONFIGS)
+        one_of("model.family", self.family, MODEL_FAMILIES)
 
 
 @dataclass(kw_only=True)
@@ -203,6 +143,9 @@ class RuntimeConfig:
     """Lane counts for which a cycle exists, ascending."""
     page_size: int = 16
     """Tokens per KV page."""
+    kv_dtype: str = "auto"
+    """Of the KV pools: auto, float32, bfloat16 or float16. auto: hardware.dtype; fused kernels have no other. Keys and values are rounded
+    when they are written; arithmetic does not change."""
     num_pages: int | None = None
     """KV pages in each pool, without the dummy page; null: what fits, at most max_rows full contexts; rows share them."""
     prefill_chunks: list[int] | None = None
@@ -239,10 +182,11 @@ class RuntimeConfig:
     max_logprobs: int = 20
     """Maximum alternatives per token that a request may ask for with logprobs."""
     sampling_classes: list[str] | None = None
-    """Sampling features to prepare programs for: greedy, everything (all but grammar), everything+grammar, or a combination of noise,
-    truncate, penalties, bias, allowed, bad_words, logprobs and grammar, such as noise+truncate. A launch runs the smallest prepared class
-    that covers its rows. Captured cycles are built at load, others at first use. null: greedy, everything, and the class of requests with
-    default parameters."""
+    """Sampling features to prepare programs for: greedy; default (what requests with default parameters need); everything (all but
+    prompt_logprobs and grammar); or a combination of noise, truncate, penalties, bias, allowed, bad_words, logprobs, prompt_logprobs and
+    grammar, such as noise+truncate or everything+grammar. A launch runs the smallest prepared class that covers its rows. Captured cycles
+    are built at load, others at first use; graphspec serve builds all at load and refuses requests that need more. null: greedy, default
+    and everything; with graphspec serve also everything+prompt_logprobs, and both with grammar if grammars can be compiled."""
     max_bad_words: int = 64
     """Maximum banned token sequences per request; a word makes one or two, with and without a leading space."""
     max_bad_word_tokens: int = 8
@@ -252,6 +196,7 @@ class RuntimeConfig:
         check_fields(self, "runtime")
         one_of("runtime.name", self.name, RUNTIMES)
         in_range("runtime.tensor_parallel", self.tensor_parallel, 1, MAX_RANKS)
+        one_of("runtime.kv_dtype", self.kv_dtype, DTYPES)
         one_of("runtime.draft_parallel", self.draft_parallel, DRAFT_PARALLEL)
         in_range("runtime.max_rows", self.max_rows, 1, MAX_ROWS)
         in_range("runtime.page_size", self.page_size, 1, MAX_PAGE)
@@ -272,8 +217,8 @@ class RuntimeConfig:
         ascending("runtime.buckets", self.buckets, 1, MAX_ROWS)
         for place, name in enumerate(self.sampling_classes or ()):
             if sampling_class_of(name, self.max_logprobs) is None:
-                parts = "noise, truncate (with noise), penalties, bias, allowed, bad_words, logprobs and grammar"
-                expected = f"greedy, everything, everything+grammar, or some of {parts}, joined by +"
+                parts = "noise, truncate (with noise), penalties, bias, allowed, bad_words, logprobs, prompt_logprobs and grammar"
+                expected = f"greedy, everything, everything+grammar, default, or some of {parts}, joined by +"
                 raise ConfigError(f"runtime.sampling_classes[{place}]", expected, repr(name))
         if self.prefill_chunks is not None:
             ascending("runtime.prefill_chunks", self.prefill_chunks, 1, MAX_CHUNK)
@@ -427,7 +372,8 @@ class HardwareConfig:
     device: str = "auto"
     """cpu, cuda, or auto: cuda if there is a GPU."""
     dtype: str = "auto"
-    """Weights, activations and KV; auto: float32 on the CPU, the checkpoint's dtype on CUDA."""
+    """Weights, activations and KV; auto: float32 on the CPU, the checkpoint's dtype on CUDA. Compiled kernels on a CPU always compute in
+    float32: there a 16-bit dtype is that of weights and KV."""
     threads: int | None = None
     """CPU threads; null: torch's choice."""
     memory_gib: float | None = None

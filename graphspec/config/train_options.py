@@ -8,7 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 from .checks import INT32_MAX, INT64_MAX, brief, check, check_fields, in_range, one_of, path, real
-from .schema import MAX, MIN, SEEDS
+from .sampling_checks import SEEDS
+from .schema import MAX, MIN
 
 DTYPES = ("float32", "bfloat16")
 SCHEDULES = ("linear", "cosine", "constant")

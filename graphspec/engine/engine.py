@@ -26,7 +26,7 @@ from .depth import AdaptiveDepth, DepthPolicy
 from .driver import Call, CallerLeft, Driver, Exclusive, Handle, Outbox, closed
 from .meter import Load
 from .proposer import Proposer
-from .request import Request
+from .request import Request, check_covered
 from .scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,8 @@ class Engine:
         """Calls that arrived while an exclusive call runs."""
         self._starting: Call | None = None
         self._outbox: Outbox = []
+        self._sealed: SamplingClass | None = None
+        """The class that covers all that are built; no other will be. None: a call that needs another one has it built."""
         self._broken = False
         """Recovery failed, so the state of the device is unknown. The next call tries to recover again."""
         self._driver = Driver(self, self.plan.device)
@@ -89,8 +91,11 @@ class Engine:
             notify: called by the driving thread whenever there is something to receive; it must not block.
 
         Raises:
+            RequestError: the engine is sealed, and has no programs for one of them.
             ResourceError: the engine is closed, or belongs to another process, or this is its own thread.
         """
+        for request in requests:
+            self.check_class(request.params.sampling_class)
         now = time.perf_counter()
         for request in requests:
             request.metrics.arrived = now
@@ -150,6 +155,28 @@ class Engine:
             ResourceError: as for :meth:`submit`, or memory ran out.
         """
         self.between_steps(lambda: self._prepare(requests, *classes))
+
+    def seal(self, *classes: SamplingClass) -> None:
+        """Build the programs of these classes for every row, and none after that: a call is served by the smallest of them that covers it.
+
+        What rows of different classes need together is built too.
+
+        Raises:
+            ResourceError: as for :meth:`prepare`.
+        """
+        whole = reduce(or_, classes, GREEDY)
+        free = reduce(or_, (each for each in classes if not each.grammar), GREEDY)
+        self.prepare(self.plan.max_rows, *dict.fromkeys((*classes, free, whole)))
+        self._sealed = whole
+
+    def check_class(self, sampling: SamplingClass) -> None:
+        """Check that a request of this class can be served. Thread-safe.
+
+        Raises:
+            RequestError: the engine is sealed, and nothing that it has built covers the class.
+        """
+        if self._sealed is not None:
+            check_covered(sampling, self._sealed)
 
     def set_policy(self, policy: DepthPolicy | None) -> None:
         """Use ``policy`` to choose the draft depth from the next cycle on."""
@@ -261,7 +288,7 @@ class Engine:
         self._open.pop(call, None)
 
     def _admit(self, call: Call) -> None:
-        """Queue a call's requests, after building the programs that all live requests together need."""
+        """Queue a call's requests, after building the programs that all live requests together need, unless the engine is sealed."""
         live = self.scheduler.live
         if call.exclusive is not None:
             if live:
@@ -269,13 +296,9 @@ class Engine:
             self._finish_launches()
             self._exclusive = call
             self.scheduler.launcher, self.scheduler.policy = call.exclusive.launcher or self.cycle, call.exclusive.policy or self.policy
-        classes = [*(request.params.sampling_class for request in call.requests), *(request.sampling for request in live)]
-        needs = [reduce(or_, classes, GREEDY)]
-        if needs[0].grammar and (others := [each for each in classes if not each.grammar]):
-            # Used again as soon as no row with a grammar is left.
-            needs.append(reduce(or_, others))
-        count, built = len(call.requests) + len(live), len(self.cycle.programs)
-        self._prepare(count, *(self._cover(count, need) for need in needs))
+        built = len(self.cycle.programs)
+        if self._sealed is None:
+            self._prepare_for(call)
         now = time.perf_counter() if len(self.cycle.programs) > built else None
         self._open[call] = None
         for request in call.requests:
@@ -286,6 +309,16 @@ class Engine:
         call.unfinished = len(call.requests)
         if not call.requests:
             self._end_call(call)
+
+    def _prepare_for(self, call: Call) -> None:
+        live = self.scheduler.live
+        classes = [*(request.params.sampling_class for request in call.requests), *(request.sampling for request in live)]
+        needs = [reduce(or_, classes, GREEDY)]
+        if needs[0].grammar and (others := [each for each in classes if not each.grammar]):
+            # Used again as soon as no row with a grammar is left.
+            needs.append(reduce(or_, others))
+        count = len(call.requests) + len(live)
+        self._prepare(count, *(self._cover(count, need) for need in needs))
 
     def _cover(self, requests: int, need: SamplingClass) -> SamplingClass:
         """The cheapest class that covers ``need`` and has programs; ``need`` itself if it is configured, or if no class qualifies.

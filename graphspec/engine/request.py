@@ -13,7 +13,8 @@ from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 from ..config.checks import INT32_MAX, brief, check_fields, cut, in_range, usable_temperature
 from ..config.hints import hint_for_sampling
-from ..config.schema import SamplingConfig, check_sampling
+from ..config.sampling_checks import check_sampling
+from ..config.schema import SamplingConfig
 from ..errors import GraphspecError, RequestError
 from ..graphs.grammar import Grammar
 from ..shapes import GREEDY, NEUTRAL, SamplingClass, SamplingDefaults, drawing_class
@@ -208,6 +209,33 @@ class ResolvedParams(SamplingParams):
         seed = self.seed + number if self.seed is not None else None
         # 64 bits, which a seed may fill with and without a sign.
         return replace(self, n=1, seed=seed - 2**64 if seed is not None and seed >= 2**64 else seed)
+
+
+CLASS_FIELDS = {
+    "noise": "temperature",
+    "truncate": "top_k, top_p, min_p",
+    "penalties": "repetition_penalty, presence_penalty, frequency_penalty",
+    "bias": "logit_bias, min_tokens",
+    "logprobs": "logprobs",
+    "allowed": "allowed_token_ids",
+    "bad_words": "bad_words",
+    "prompt_logprobs": "prompt_logprobs",
+    "grammar": "structured",
+}
+"""Fields of :class:`SamplingParams`, by the part of the class that they ask for."""
+
+
+def check_covered(need: SamplingClass, whole: SamplingClass) -> None:
+    """Check that ``whole``, which covers every class that an engine has programs of, covers ``need``.
+
+    Raises:
+        RequestError: it does not.
+    """
+    for part, fields_ in CLASS_FIELDS.items():
+        if getattr(need, part) > getattr(whole, part):
+            raise RequestError(
+                f"sampling.{fields_}", f"the default, since no class of runtime.sampling_classes has {part}", "another value"
+            )
 
 
 def configured_params(config: SamplingConfig, **changes: Any) -> SamplingParams:

@@ -5,26 +5,24 @@ Facts, networks, loading and messages read the row; nothing else asks for an arc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
-from typing import Literal
 
 from ..config.catalog import entry_point_rows
 from ..errors import ConfigError
-from .keys import Keys
-from .latent import LatentFacts, read_latent
+from .family import Family
+from .latent import read_latent
 from .layer_kinds import (
-    Windows,
     dots_keys,
     exaone_keys,
     full_layers_pass,
     gemma2_keys,
     gemma3_keys,
     gemma_keys,
+    gpt_oss_keys,
     listed_layers_rotate,
-    no_window,
+    mistral_keys,
     olmo3_keys,
     one_group_keys,
     smollm3_keys,
@@ -36,16 +34,14 @@ from .layer_kinds import (
 from .layouts import (
     BAMBA_LAYOUT,
     FUSED_LAYOUT,
+    GPT_OSS_LAYOUT,
     GRANITE_LAYOUT,
     LANGUAGE_LAYOUT,
     NEMOTRON_LAYOUT,
     QWEN3_5_LAYOUT,
     QWEN3_NEXT_LAYOUT,
-    SPLIT_LAYOUT,
-    Layout,
 )
 from .mamba import (
-    Mixer,
     bamba_keys,
     granite_keys,
     nemotron_keys,
@@ -56,102 +52,16 @@ from .mamba import (
     read_nemotron_experts,
     read_nemotron_ssm,
 )
-from .moe import ExpertFacts, read_deepseek_experts, read_qwen3_5_experts, read_qwen3_experts, read_qwen3_next_experts
-from .multipliers import Multipliers, read_falcon_multipliers, read_gemma_multipliers, read_granite_multipliers
-from .recurrent import RecurrentFacts, read_gated_delta
-from .rope import ROPE_KINDS, RopeFacts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """One row. The defaults are a pre-norm decoder with SwiGLU and grouped queries, without biases and sliding windows."""
-
-    name: str
-    """``model_type`` in ``config.json``; of an entry point, its name."""
-    architectures: tuple[str, ...]
-    """Names in ``architectures`` of ``config.json``; ``*`` stands for any end of a name."""
-    refused: str = ""
-    """Why such a checkpoint can't be a target, where only a draft may have layers of this family."""
-    layout: Layout = SPLIT_LAYOUT
-    attention_bias: Literal["none", "stated", "apart", "qkv"] = "none"
-    """``stated``: ``attention_bias`` says whether all four projections have one; ``apart``: whether all but the output's, and
-    ``attention_out_bias`` whether that; ``qkv``: always, all but the output's."""
-    mlp_bias: bool = False
-    """``mlp_bias`` says whether the MLP has biases."""
-    qk_norm: Literal["none", "head", "stated", "projection"] = "none"
-    """RMSNorm of queries and keys before RoPE: over each head; where ``use_qk_norm`` says so; or over all heads together."""
-    norms: Literal["before", "after", "around"] = "before"
-    """Where attention and MLP have their norms: before them; after them, before their results are added (OLMo 2, arXiv 2501.00656); both
-    (Gemma 2, arXiv 2408.00118)."""
-    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
-    """Of MLPs and experts: SwiGLU; GeGLU with the tanh approximation; ``down(relu(up x)^2)``, without a gate (arXiv 2109.08668)."""
-    norm: Literal["plain", "offset", "float32"] = "plain"
-    """``offset``: norm weights are stored minus 1 (Gemma). ``float32``, and with an offset: scaled before the cast back, not after it."""
-    attention_sinks: bool = False
-    """Each head has a score more, of no key (gpt-oss)."""
-    attention_gate: bool = False
-    """The query projection gives each head a gate next to its query; the sigmoid of it scales the attention's output."""
-    multi_head: bool = False
-    """Without ``num_key_value_heads`` every query head has keys and values of its own; elsewhere the key is required."""
-    head_dim: int | None = None
-    """Width of a head where the config doesn't say; None: ``hidden_size`` over the number of heads."""
-    rope_kinds: tuple[str, ...] = ROPE_KINDS
-    """Of :data:`~graphspec.facts.rope.ROPE_KINDS`, those whose names mean the same here."""
-    partial_rotary: float | None = None
-    """Rotated part of a head where the config doesn't say; None: all of it, and a config that says otherwise is refused."""
-    window: Windows = no_window
-    latent: Callable[[Keys, int, RopeFacts], LatentFacts] | None = None
-    """Reads multi-head latent attention from config, number of heads and RoPE; None: keys and values."""
-    experts: Callable[[Keys, int], ExpertFacts | None] | None = None
-    """Reads mixtures of experts from config and number of layers; None: every MLP is dense."""
-    drafts_trees: bool = False
-    """Drafters that choose a shape by themselves choose a tree, not a chain."""
-    recurrent: Callable[[Keys, int], RecurrentFacts | None] | None = None
-    """Reads recurrent layers from config and number of layers; None: every layer attends."""
-    nested: str = ""
-    """Key under which a config may have those of the language model, where the model also sees images."""
-    grouped_projection: bool = False
-    """Projections of recurrent layers are stored key head by key head (Qwen3-Next), not part by part."""
-    usual: Callable[[Keys], Keys] | None = None
-    """The config under the names that all other readers use; None: it has them."""
-    mixers: Callable[[Keys, int], tuple[Mixer, ...]] | None = None
-    """Reads what each layer holds, where it holds one net after one norm; None: attention or a recurrent net, and an MLP."""
-    side_by_side: bool = False
-    """Every recurrent layer attends too: both read one input, and both results are added."""
-    rotates: bool | None = True
-    """Queries and keys are rotated; None: ``position_embedding_type`` says whether."""
-    rotating: Callable[[Keys, Sequence[int | None]], tuple[bool, ...]] | None = None
-    """Reads which layers rotate, from config and windows, where some don't (NoPE, arXiv 2305.19466); None: all alike."""
-    tied: bool = False
-    """What ``tie_word_embeddings`` is where the config doesn't say."""
-    ties: bool = True
-    """``tie_word_embeddings`` may say that the language-model head is the embedding; otherwise the key means nothing."""
-    max_positions: int | None = None
-    """``max_position_embeddings`` of a config that doesn't say, as in transformers; None: the key is required."""
-    multipliers: Callable[[Keys], Multipliers] | None = None
-    """Reads constants that streams are multiplied by; None: there are none."""
-
-    @property
-    def shaped_like_llama(self) -> bool:
-        """Layers of keys and values and dense MLPs, each after its norm, in separate tensors: ``graphspec train`` can read them."""
-        unusual = (
-            self.refused,
-            self.attention_gate,
-            self.attention_sinks,
-            self.latent,
-            self.experts,
-            self.recurrent,
-            self.multipliers,
-            self.rotating,
-        )
-        usual = self.layout is SPLIT_LAYOUT and self.norms == "before" and self.activation == "silu"
-        return usual and not any(unusual)
-
-    @property
-    def shaped_like_qwen3_5(self) -> bool:
-        """Gated delta nets, gated attention and dense MLPs under Qwen3.5's names: ``graphspec train`` can make and read them."""
-        return self.layout is QWEN3_5_LAYOUT and not self.experts
-
+from .moe import (
+    read_deepseek_experts,
+    read_gpt_oss_experts,
+    read_listed_experts,
+    read_qwen3_5_experts,
+    read_qwen3_experts,
+    read_qwen3_next_experts,
+)
+from .multipliers import read_falcon_multipliers, read_gemma_multipliers, read_granite_multipliers
+from .recurrent import read_gated_delta
 
 LLAMA = Family(
     name="llama",
@@ -332,11 +242,34 @@ OLMO2 = Family(
     multi_head=True,
     max_positions=2048,
 )
+GPT_OSS = Family(
+    name="gpt_oss",
+    architectures=("GptOssForCausalLM",),
+    layout=GPT_OSS_LAYOUT,
+    attention_bias="stated",
+    norm="float32",
+    attention_sinks=True,
+    usual=gpt_oss_keys,
+    window=window_by_kind,
+    experts=read_gpt_oss_experts,
+    max_positions=131072,
+)
+"""Sinks, every second layer with a window, and clamped experts with biases (arXiv 2508.10925)."""
+OWN_MODULES = Family(name="transformers", architectures=(), own_modules=True)
+"""Any other model, by ``model.family=transformers``."""
 KIMI_LINEAR = Family(
     name="kimi_linear",
     architectures=("KimiLinearForCausalLM",),
     refused="the gates of its recurrent layers are vectors, which is not supported",
 )
+_REFUSED = (
+    ("deepseek_v32", ("DeepseekV32ForCausalLM",), "an indexer chooses the tokens that each query sees, which is not supported"),
+    ("glm_moe_dsa", ("GlmMoeDsaForCausalLM",), "an indexer chooses the tokens that each query sees, which is not supported"),
+    ("gemma4", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), "its heads have two widths, which is not supported"),
+    ("llama4", ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"), "its layers attend within chunks, which is not supported"),
+    ("mistral4", ("Mistral4ForCausalLM",), "its latent attention scales queries by position, which is not supported"),
+)
+"""Families that are asked for, and what they need that nothing here has."""
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA,
@@ -347,6 +280,7 @@ FAMILIES: tuple[Family, ...] = (
         layout=LANGUAGE_LAYOUT,
         window=partial(window_everywhere, default=None),
         nested="text_config",
+        usual=mistral_keys,
         tied=True,
         max_positions=131072,
     ),
@@ -443,6 +377,14 @@ FAMILIES: tuple[Family, ...] = (
         max_positions=2048,
     ),
     GLM4_MOE,
+    replace(
+        DEEPSEEK_V3,
+        name="glm4_moe_lite",
+        architectures=("Glm4MoeLiteForCausalLM",),
+        usual=one_group_keys,
+        experts=read_listed_experts,
+        max_positions=202752,
+    ),
     GEMMA,
     GEMMA2,
     GEMMA3,
@@ -463,7 +405,9 @@ FAMILIES: tuple[Family, ...] = (
     GRANITE_HYBRID,
     BAMBA,
     FALCON_H1,
+    GPT_OSS,
     KIMI_LINEAR,
+    *(Family(name=name, architectures=names, refused=reason) for name, names, reason in _REFUSED),
 )
 ENTRY_POINTS = "graphspec.families"
 """Group of entry points through which another package adds a :class:`Family`: ``name = module:attribute``."""

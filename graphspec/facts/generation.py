@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from ..config.checks import conform, usable_temperature
-from ..config.schema import check_defaults
+from ..config.sampling_checks import check_defaults
 from ..errors import CheckpointError
 from ..shapes import NEUTRAL, SamplingDefaults
 from .files import find_file

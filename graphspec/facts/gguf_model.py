@@ -11,8 +11,6 @@ import math
 import re
 import struct
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,45 +20,15 @@ from ..errors import CheckpointError, ResourceError
 from ..host.native_build import ELSEWHERE, cache_folder
 from .files import find_file
 from .gguf import ARCHITECTURE, GgufHeader, parts_of, read_headers
+from .gguf_families import ARCHITECTURES, EXPERTS, NAMES, SLIDING_WINDOW, Architecture, integer, number, prediction_heads
 from .gguf_tokenizer import chat_templates, ends_of, read_gguf_tokenizer, special_ids
 
 WEIGHTS = "model.gguf"
 """Name of the first file in the folder; the others of a split model are next to it."""
-LAYOUT = 2
+LAYOUT = 4
 """Of the folder; counts up when something else is written into it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """How GGUF calls what a family has.
-
-    Attributes:
-        name: of the class in transformers.
-        interleaved: query and key heads have the halves of a rotation next to each other, as the first Llama had them.
-        windowed: its class in transformers with a sliding window; None: there is none.
-        config: keys of ``config.json`` that don't follow from the metadata.
-    """
-
-    name: str
-    interleaved: bool = False
-    windowed: str | None = None
-    config: Callable[[GgufHeader], dict[str, Any]] = lambda _: {}
-
-
-def _llama(header: GgufHeader) -> dict[str, Any]:
-    return {"attention_bias": "blk.0.attn_q.bias" in header.tensors, "mlp_bias": "blk.0.ffn_up.bias" in header.tensors}
-
-
-def _qwen3(header: GgufHeader) -> dict[str, Any]:
-    return {"attention_bias": "blk.0.attn_q.bias" in header.tensors}
-
-
-ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", True, "MistralForCausalLM", _llama),
-    "qwen2": Architecture("Qwen2ForCausalLM"),
-    "qwen3": Architecture("Qwen3ForCausalLM", config=_qwen3),
-}
-"""By ``general.architecture``."""
 NEUTRAL: dict[str, tuple[float, ...]] = {
     "attention.value_length": (), "attention.scale": (0,), "attention.clamp_kqv": (0,), "attention.max_alibi_bias": (0,),
     "attention.causal": (1,), "attn_logit_softcapping": (0,), "final_logit_softcapping": (0,), "logit_scale": (0, 1),
@@ -69,13 +37,7 @@ NEUTRAL: dict[str, tuple[float, ...]] = {
     "rope.scaling.yarn_log_multiplier": (0,),
 }  # fmt: skip
 """Keys that would change the computation, and the values with which they don't. A width of values is neutral if it is that of keys."""
-_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-}  # fmt: skip
-_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.(\w+)")
+_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.((?:nextn\.)?\w+)(?:\.(\w+))?")
 _FREQUENCIES = "rope_freqs.weight"
 """Divisors of the frequencies of a scaled rotation."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -95,20 +57,33 @@ def architecture_of(header: GgufHeader) -> Architecture:
 
 
 def hf_name(header: GgufHeader, name: str) -> str | None:
-    """A tensor's name in a Hugging Face checkpoint; None: it is none of the weights.
+    """A tensor's name in a Hugging Face checkpoint, with ``#`` for the number of an expert where it holds all of them; None: it is none of
+    the weights.
 
     Raises:
         CheckpointError: an unknown tensor.
     """
     if name == _FREQUENCIES:
         return None
+    row = architecture_of(header)
     stem, _, leaf = name.rpartition(".")
-    if stem in _NAMES and leaf in ("weight", "bias"):
-        return f"{_NAMES[stem]}.{leaf}"
-    match = _LAYER.fullmatch(stem)
-    if match is not None and match[2] in _LAYER_NAMES and leaf in ("weight", "bias"):
-        return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{leaf}"
-    raise CheckpointError(f"{header.file}: {brief(name, LONG)}", f"a tensor of {architecture_of(header).name}", "another one")
+    if stem in NAMES and leaf in ("weight", "bias"):
+        return f"{NAMES[stem]}.{leaf}"
+    match = _LAYER.fullmatch(name)
+    if match is not None:
+        layer, part, last = match.groups()
+        if row.skips_heads and int(layer) >= integer(header, f"{header.metadata[ARCHITECTURE]}.block_count") - prediction_heads(header):
+            return None
+        if (whole := row.names.get(f"{part}.{last or ''}")) is not None:
+            return f"model.layers.{layer}.{whole}"
+        if (found := row.names.get(part)) is not None and leaf in ("weight", "bias"):
+            return f"model.layers.{layer}.{found}.{leaf}"
+    raise CheckpointError(f"{header.file}: {brief(name, LONG)}", f"a tensor of {row.name}", "another one")
+
+
+def norm_offset(header: GgufHeader, name: str) -> bool:
+    """The tensor is the weight of a norm that a Hugging Face checkpoint has minus 1."""
+    return architecture_of(header).offset and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight")
 
 
 def row_order(header: GgufHeader, name: str) -> int | None:
@@ -116,27 +91,10 @@ def row_order(header: GgufHeader, name: str) -> int | None:
     if not architecture_of(header).interleaved:
         return None
     arch = header.metadata[ARCHITECTURE]
-    heads = _integer(header, f"{arch}.attention.head_count")
+    heads = integer(header, f"{arch}.attention.head_count")
     if ".attn_q." in name:
         return heads
-    return _integer(header, f"{arch}.attention.head_count_kv", heads) if ".attn_k." in name else None
-
-
-def _integer(header: GgufHeader, key: str, default: int | None = None) -> int:
-    value = header.metadata.get(key, default)
-    if isinstance(value, list) and value and all(entry == value[0] for entry in value):
-        value = value[0]
-    if type(value) is not int or value < 1:
-        raise header.error(key, "a whole number above 0, the same in every layer")
-    return value
-
-
-def _number(header: GgufHeader, key: str, default: float | None = None) -> float:
-    value = header.metadata.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise header.error(key, "a finite number")
-    # A float32 that stands for a decimal number is that number.
-    return float(f"{value:.7g}")
+    return integer(header, f"{arch}.attention.head_count_kv", heads) if ".attn_k." in name else None
 
 
 def config_of(headers: list[GgufHeader]) -> dict[str, Any]:
@@ -147,44 +105,49 @@ def config_of(headers: list[GgufHeader]) -> dict[str, Any]:
     """
     first = headers[0]
     row, arch = architecture_of(first), first.metadata[ARCHITECTURE]
-    heads, width = _integer(first, f"{arch}.attention.head_count"), _integer(first, f"{arch}.embedding_length")
-    head_dim = _integer(first, f"{arch}.attention.key_length", max(width // heads, 1))
+    heads, width = integer(first, f"{arch}.attention.head_count"), integer(first, f"{arch}.embedding_length")
+    head_dim = integer(first, f"{arch}.attention.key_length", max(width // heads, 1))
     names = {name for header in headers for name in header.tensors}
     merged = GgufHeader(first.file, first.metadata, {name: tensor for header in headers for name, tensor in header.tensors.items()})
     if "token_embd.weight" not in names:
         raise CheckpointError(f"{first.file}: token_embd.weight", "the embedding", "no such tensor")
+    width_of_mlp, mixtures = f"{arch}.feed_forward_length", EXPERTS in row.reads
+    layers = integer(first, f"{arch}.block_count") - prediction_heads(first)
     config: dict[str, Any] = {
         "architectures": [row.name],
         "vocab_size": merged.tensors["token_embd.weight"].shape[0],
         "hidden_size": width,
-        "intermediate_size": _integer(first, f"{arch}.feed_forward_length"),
-        "num_hidden_layers": _integer(first, f"{arch}.block_count"),
+        "intermediate_size": None if mixtures and width_of_mlp not in first.metadata else integer(first, width_of_mlp),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": _integer(first, f"{arch}.attention.head_count_kv", heads),
+        "num_key_value_heads": integer(first, f"{arch}.attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": _number(first, f"{arch}.attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": _integer(first, f"{arch}.context_length"),
+        "rms_norm_eps": number(first, f"{arch}.attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": integer(first, f"{arch}.context_length"),
         "tie_word_embeddings": "output.weight" not in names,
-        "hidden_act": "silu",
+        "hidden_act": row.activation,
         "rope_parameters": _rope(headers, arch, head_dim),
         "dtype": "bfloat16",
         **special_ids(first),
         **row.config(merged),
     }
-    if (rotated := _integer(first, f"{arch}.rope.dimension_count", head_dim)) != head_dim:
+    if (rotated := integer(first, f"{arch}.rope.dimension_count", head_dim)) != head_dim:
         config["partial_rotary_factor"] = rotated / head_dim
-    _check_neutral(first, arch, head_dim)
+    _check_neutral(first, arch, head_dim, row)
     if ends := ends_of(first):
         config["eos_token_id"] = ends
-    if window := first.metadata.get(f"{arch}.attention.sliding_window"):
+    window = first.metadata.get(f"{arch}.attention.sliding_window")
+    if window and SLIDING_WINDOW not in row.reads:
         if row.windowed is None:
             raise first.error(f"{arch}.attention.sliding_window", f"no sliding window in {row.name}")
         config |= {"architectures": [row.windowed], "sliding_window": window}
     return config
 
 
-def _check_neutral(header: GgufHeader, arch: str, head_dim: int) -> None:
+def _check_neutral(header: GgufHeader, arch: str, head_dim: int, row: Architecture) -> None:
     for name, values in NEUTRAL.items():
+        if name in row.reads:
+            continue
         key, allowed = f"{arch}.{name}", values or (head_dim,)
         if key in header.metadata and header.metadata[key] not in allowed:
             hint = "mixtures of experts load from safetensors" if name == "expert_count" else ""
@@ -193,7 +156,7 @@ def _check_neutral(header: GgufHeader, arch: str, head_dim: int) -> None:
 
 def _rope(headers: list[GgufHeader], arch: str, head_dim: int) -> dict[str, Any]:
     header = headers[0]
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _number(header, f"{arch}.rope.freq_base", 10000.0)}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": number(header, f"{arch}.rope.freq_base", 10000.0)}
     factor = f"{arch}.rope.scaling.factor"
     if factor not in header.metadata and f"{arch}.rope.scale_linear" in header.metadata:
         factor = f"{arch}.rope.scale_linear"
@@ -201,12 +164,12 @@ def _rope(headers: list[GgufHeader], arch: str, head_dim: int) -> dict[str, Any]
     if kind not in ("none", "linear", "yarn"):
         raise header.error(f"{arch}.rope.scaling.type", "one of none, linear, yarn")
     if kind != "none":
-        rope |= {"rope_type": kind, "factor": _number(header, factor)}
+        rope |= {"rope_type": kind, "factor": number(header, factor)}
     if kind == "yarn":
-        rope["original_max_position_embeddings"] = _integer(header, f"{arch}.rope.scaling.original_context_length")
+        rope["original_max_position_embeddings"] = integer(header, f"{arch}.rope.scaling.original_context_length")
         for name in ("beta_fast", "beta_slow"):
             if (key := f"{arch}.rope.scaling.yarn_{name}") in header.metadata:
-                rope[name] = _number(header, key)
+                rope[name] = number(header, key)
     for holder in headers:
         if _FREQUENCIES in holder.tensors:
             if kind != "none":

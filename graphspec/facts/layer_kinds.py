@@ -108,6 +108,17 @@ def _by_kind(values: dict[str, object], full_theta: object, sliding_theta: objec
     return {**rest, "rope_parameters": ropes}
 
 
+def mistral_keys(keys: Keys) -> Keys:
+    """The config of a model that sees images, whose language model attends over keys and values.
+
+    Raises:
+        CheckpointError: it has latent attention (Mistral Small 4).
+    """
+    if keys.present("kv_lora_rank"):
+        raise keys.error("kv_lora_rank", "no such key", "latent attention with queries scaled by position is not supported")
+    return keys
+
+
 def gemma_keys(keys: Keys) -> Keys:
     """Gemma's config with the usual name of the activation; the first releases write "gelu" and mean the tanh approximation.
 
@@ -210,6 +221,30 @@ def smollm3_keys(keys: Keys) -> Keys:
     if not keys.present("layer_types"):
         windowed = values.get("sliding_window") is not None
         values["layer_types"] = ["sliding_attention" if windowed and not rotates else "full_attention" for rotates in flags]
+    return Keys(values, keys.where)
+
+
+def gpt_oss_keys(keys: Keys) -> Keys:
+    """gpt-oss's config with ``layer_types``, where every second layer sees everything, and what transformers takes for granted.
+
+    Raises:
+        CheckpointError: no number of layers.
+    """
+    stated = {key: value for key, value in keys.values.items() if value is not None}
+    values = {"attention_bias": True, "sliding_window": 128, **stated}
+    if "sliding_window" in keys.values and keys.values["sliding_window"] is None:
+        values["sliding_window"] = None
+    if not keys.present("dtype") and not keys.present("torch_dtype"):
+        values["dtype"] = "bfloat16"
+    if not keys.present("layer_types"):
+        values["layer_types"] = _every(keys, 2)
+    if not _states_base(keys):
+        values["rope_theta"] = 150000.0
+    if not keys.present("rope_parameters") and not keys.present("rope_scaling"):
+        values["rope_scaling"] = {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        }  # fmt: skip
     return Keys(values, keys.where)
 
 

@@ -17,6 +17,10 @@ class TensorRule:
 
     ours: str
     sources: tuple[str, ...]
+    transposed: bool = False
+    """Matrices are stored with their input channels first; codes of low precision are not."""
+    interleaved: bool = False
+    """Rows of two projections take turns: gate, up, gate, up, ..."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,19 @@ def qwen_expert_rules(ours: str, theirs: str) -> tuple[TensorRule, ...]:
     return _tensors(ours, theirs, names)
 
 
+def _gpt_oss_rules(ours: str, theirs: str) -> tuple[TensorRule, ...]:
+    """Experts of gpt-oss, whose gates and up projections take turns, its router, and attention sinks."""
+    router = _matrices(ours, theirs, {"mlp.router": "mlp.router"})
+    return (
+        *router,
+        TensorRule(f"{ours}self_attn.sink_Q", (f"{theirs}self_attn.sinks",)),
+        TensorRule(f"{ours}mlp.gate_up_EFH", (f"{theirs}mlp.experts.gate_up_proj",), transposed=True, interleaved=True),
+        TensorRule(f"{ours}mlp.down_EHF", (f"{theirs}mlp.experts.down_proj",), transposed=True),
+        TensorRule(f"{ours}mlp.gate_up_bias_EF", (f"{theirs}mlp.experts.gate_up_proj_bias",), interleaved=True),
+        TensorRule(f"{ours}mlp.down_bias_EH", (f"{theirs}mlp.experts.down_proj_bias",)),
+    )
+
+
 def _hybrid_rules(*projections: str) -> tuple[TensorRule, ...]:
     """A gated delta net with its projections in this order, and Qwen's experts."""
     names = {
@@ -155,6 +172,9 @@ LANGUAGE_LAYOUT = _target(
 
 QWEN3_NEXT_LAYOUT = _target(*_hybrid_rules("in_proj_qkvz", "in_proj_ba"))
 """Qwen3-Next, whose projections are stored key head by key head."""
+
+GPT_OSS_LAYOUT = _target(*_gpt_oss_rules("layers.*.", "model.layers.*."))
+"""gpt-oss: the experts of a layer in one tensor, of numbers or of MXFP4 codes."""
 
 _SHARED = {"gate_up_proj": "input_linear", "down_proj": "output_linear"}
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import CheckpointError, ConfigError
-from .families import LLAMA, Family, find_family, target_architectures
+from .families import LLAMA, find_family, target_architectures
+from .family import Family
 from .files import find_file
 from .generation import FILE as GENERATION_FILE
 from .keys import (
@@ -37,6 +38,8 @@ from .rope import LAYER_KINDS, NO_ROPE, RopeFacts, distinct_ropes, read_position
 from .sharding import UNSHARDED, Sharding, sharding_of
 
 DTYPES = ("float32", "bfloat16", "float16")
+OTHERWISE = "model.family=transformers may run it, slower"
+"""What can be done about an architecture that no family has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +232,12 @@ def _read_eos(keys: Keys, vocab_size: int) -> tuple[int, ...] | None:
     return tuple(dict.fromkeys(ids))
 
 
-def _read_ids(keys: Keys, path: Path, facts: ModelFacts) -> ModelFacts:
-    """The facts with the ids that begin and end a text; those of ``generation_config.json`` take precedence."""
+def read_ids(keys: Keys, path: Path, facts: ModelFacts) -> ModelFacts:
+    """The facts with the ids that begin and end a text; those of ``generation_config.json`` take precedence.
+
+    Raises:
+        CheckpointError: ids that are none.
+    """
     generation = path / GENERATION_FILE
     eos, stated = _read_eos(keys, facts.vocab_size), None
     if find_file(generation):
@@ -379,7 +386,7 @@ def _read_whole(path: str | Path) -> tuple[ModelFacts, Keys]:
     architecture = read_architecture(keys, expected)
     family = find_family(architecture)
     if family is None or family.refused:
-        raise keys.error("architectures", expected, family.refused if family is not None else "")
+        raise keys.error("architectures", expected, family.refused if family is not None else OTHERWISE)
     keys = _language_model(keys, family)
     return read_decoder(keys if family.usual is None else family.usual(keys), path, architecture, family), keys
 
@@ -392,7 +399,7 @@ def read_model_facts(path: str | Path) -> ModelFacts:
             type that isn't supported. The message names file and key, what was expected and what was found.
     """
     facts, keys = _read_whole(path)
-    return _read_ids(keys, facts.path, facts)
+    return read_ids(keys, facts.path, facts)
 
 
 def read_draft_model_facts(path: str | Path) -> ModelFacts:

@@ -34,6 +34,11 @@ class ExpertFacts:
     scaling: float = 1.0
     float32_router: bool = False
     """Router weights and logits are float32, whatever the dtype of the model."""
+    biases: bool = False
+    """Router and experts have biases."""
+    alpha: float = 1.0
+    limit: float = 0.0
+    """Of clamped SwiGLU, see :func:`graphspec.kernels.linear.moe_mlp.moe_mlp`; a limit of 0: not clamped."""
 
 
 def _read_count(keys: Keys, name: str, num_layers: int) -> int:
@@ -92,6 +97,26 @@ def read_qwen3_5_experts(keys: Keys, num_layers: int) -> ExpertFacts:
     return read_qwen3_next_experts(Keys({"num_experts_per_tok": 8, **stated, **fixed}, keys.where), num_layers)
 
 
+def read_gpt_oss_experts(keys: Keys, num_layers: int) -> ExpertFacts:
+    """gpt-oss (arXiv 2508.10925): softmax over the chosen experts, biases, clamped SwiGLU; every layer is a mixture.
+
+    Raises:
+        CheckpointError: a key that is missing, wrong or not supported.
+    """
+    name = "num_experts" if keys.present("num_experts") else "num_local_experts"
+    experts = _read_count(keys, name, num_layers)
+    return ExpertFacts(
+        layers=(True,) * num_layers,
+        num_experts=experts,
+        topk=_read_topk(keys, experts, 4),
+        intermediate_size=keys.integer("intermediate_size", maximum=MAX_WIDTH),
+        normalize=True,
+        biases=True,
+        alpha=keys.number("swiglu_alpha", 1.702),
+        limit=keys.number("swiglu_limit", 7.0),
+    )
+
+
 def _one_of(keys: Keys, key: str, *allowed: str) -> str:
     """One of these values; absent or null means the first."""
     value = keys.values[key] if keys.present(key) else allowed[0]
@@ -109,6 +134,24 @@ def _read_groups(keys: Keys, experts: int, topk: int, best: int) -> tuple[int, i
     if chosen < groups and experts // groups < best:
         raise keys.error("n_group", f"groups of at least {best} experts, the sum of whose scores ranks them")
     return groups, chosen
+
+
+def read_listed_experts(keys: Keys, num_layers: int) -> ExpertFacts:
+    """DeepSeek-V3's, in the layers that ``mlp_layer_types`` calls sparse (GLM-4.7-Flash); absent: in all but the first. Prediction heads,
+    which the list need not name, have them.
+
+    Raises:
+        CheckpointError: a key that is missing, wrong or not supported.
+    """
+    name, kinds = "mlp_layer_types", ("dense", "sparse")
+    listed = keys.values[name] if keys.present(name) else ["dense"] + ["sparse"] * (num_layers - 1)
+    heads = keys.integer("num_nextn_predict_layers", 0, minimum=0, maximum=MAX_LAYERS)
+    if isinstance(listed, list) and len(listed) == num_layers - heads:
+        listed = [*listed, *["sparse"] * heads]
+    if not isinstance(listed, list) or len(listed) != num_layers or not all(kind in kinds for kind in listed):
+        raise keys.error(name, f"{num_layers} entries of {' or '.join(kinds)}")
+    facts = read_deepseek_experts(keys, num_layers, sigmoid=True)
+    return replace(facts, layers=tuple(kind == "sparse" for kind in listed))
 
 
 def read_deepseek_experts(keys: Keys, num_layers: int, *, sigmoid: bool) -> ExpertFacts:

@@ -19,7 +19,7 @@ from ..errors import CheckpointError
 from .files import MAX_CONFIG, find_file, plain, read_json
 from .keys import is_integer
 
-METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "modelopt")
+METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "modelopt", "mxfp4")
 LOADS = "FP8 (e4m3), int4 and int8 groups (compressed-tensors, GPTQ, AWQ), MXFP4 and NVFP4 load, and GGUF files"
 FORMATS = (
     "float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized",
@@ -132,7 +132,9 @@ def parse_quantisation(values: Any, key: str) -> Quantisation:
     for name in ("kv_cache_scheme", "kv_cache_quant_algo"):
         if values.get(name) not in (None, {}, ""):
             raise CheckpointError(f"{key}.{name}", "null: keys and values are kept in the dtype of the model", brief(values[name]))
-    checks = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq, "modelopt": _modelopt}
+    checks = {
+        "fp8": _fp8, "compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq, "modelopt": _modelopt, "mxfp4": _mxfp4,
+    }  # fmt: skip
     ignored = [name for key in ("ignore", "modules_to_not_convert", "exclude_modules") for name in _texts(values.get(key))]
     # The language-model head is quantised where a list of layers says so.
     ignored += ["lm_head"] if method in ("fp8", "gptq", "awq") else []
@@ -238,3 +240,9 @@ def _modelopt(values: Mapping[str, Any], key: str) -> Quantisation:
     found = _one_of(values, key, "quant_algo", ALGORITHMS, None)
     scheme = Scheme("e2m1", 16, "float8_e4m3fn", whole=True) if "NVFP4" in found else Scheme("e4m3", 0, "float32")
     return Quantisation("modelopt", schemes=(scheme,))
+
+
+def _mxfp4(values: Mapping[str, Any], key: str) -> Quantisation:
+    """gpt-oss: the experts alone."""
+    del values, key
+    return Quantisation("mxfp4", schemes=(Scheme("e2m1", 32, "float8_e8m0fnu", targets=("experts",)),))

@@ -19,7 +19,7 @@ from ..config.schema import Config
 from ..errors import ConfigError, spell_bytes
 from ..kernels import resolve
 from ..kernels.recurrent.state_runs import BLOCK
-from ..models.stack import pack_network, uses_packed_weights
+from ..models.stack import pack_network, round_weights, uses_packed_weights
 from ..models.target import load_target
 from ..models.token_map import apply_token_map, load_token_map
 from ..plan.buffers import DTYPES, RECURRENT_SLOTS, declare_slots, plan_sizes
@@ -155,7 +155,8 @@ def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = No
     lines.append(MemoryLine("scratch of kernels", kernel_scratch(plan), (*rows, "runtime.prefill_chunks")))
     if plan.device == "cuda":
         classes = plan.sampling_classes or (GREEDY,)
-        programs = sum(len(plan.graph_keys(each)) + len(plan.prefill_shapes) for each in classes) if plan.runtime.captured else 0
+        cycles = {key for each in classes for key in plan.graph_keys(each)}
+        programs = len(cycles) + len(classes) * len(plan.prefill_shapes) if plan.runtime.captured else 0
         lines.append(
             MemoryLine(
                 "graphs and libraries",
@@ -243,6 +244,8 @@ def parameter_bytes(plan: Plan, token_map: str | None = None) -> tuple[int, int]
         if token_map is not None:
             apply_token_map(draft, load_token_map(user_path("variant.token_map", token_map), plan.target.vocab_size))
     networks = [network for network in (target, draft) if network is not None]
+    for network in networks:
+        round_weights(network, plan)
     if uses_packed_weights(plan):
         for network in networks:
             pack_network(network, plan)

@@ -102,17 +102,22 @@ class LogLines:
         self._phases.clear()
 
 
+LINE_SECONDS = 30.0
+"""Between two lines about a phase that goes on."""
+
+
 class _Lines:
-    """Prints notes, and phases that have ended, as lines."""
+    """Prints notes, phases that have ended, and now and then how far others are, as lines."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
+        self._console, self._printed = console, time.monotonic()
 
     def __call__(self, phase: str, done: int, total: int, note: str = "", /) -> None:
         from rich.text import Text
 
-        if note or done == total:
+        if note or done == total or time.monotonic() - self._printed >= LINE_SECONDS:
             self._console.print(Text(f"{phase} {done}/{total} {note}".rstrip()), soft_wrap=True)
+            self._printed = time.monotonic()
 
     def close(self) -> None:
         pass

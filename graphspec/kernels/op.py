@@ -57,7 +57,7 @@ class Argument:
 
 
 class Signature:
-    """A function's signature with flattened groups.
+    """A function's signature with flattened groups. Fields of a group that occurs several times have its parameter's name in front.
 
     Attributes:
         arguments: flat, in order.
@@ -70,13 +70,14 @@ class Signature:
         result = hints.pop("return")
         self.result = None if result is type(None) else result
         self.arguments: list[Argument] = []
+        self._prefixes: dict[str, str] = {}
         self._parameters: list[tuple[str, Any, Any]] = []
+        groups = [group for hint in hints.values() if (group := _group(hint)) is not None]
         for name, parameter in inspect.signature(function).parameters.items():
             kind, dtype, written = _bare(hints[name])
-            options = get_args(kind) or (kind,)
-            kinds = [option for option in options if option is not type(None)]
-            group = kinds[0] if len(kinds) == 1 and hasattr(kinds[0], "_fields") else None
+            options, group = get_args(kind) or (kind,), _group(hints[name])
             self._parameters.append((name, group, parameter.default))
+            self._prefixes[name] = f"{name}_" if groups.count(group) > 1 else ""
             if group is None:
                 self.arguments.append(Argument(name, kind, dtype, written, parameter.default))
                 continue
@@ -84,7 +85,8 @@ class Signature:
                 part_kind, part_dtype, part_written = _bare(hint)
                 if type(None) in options:
                     part_kind = part_kind | None
-                self.arguments.append(Argument(part, part_kind, part_dtype, written or part_written, parameter.default, name))
+                flat = self._prefixes[name] + part
+                self.arguments.append(Argument(flat, part_kind, part_dtype, written or part_written, parameter.default, name))
 
     @property
     def written(self) -> tuple[str, ...]:
@@ -158,9 +160,16 @@ class Signature:
                 if name in flat:
                     made[name] = flat[name]
                 continue
-            parts = [flat.get(part) for part in group._fields]
+            parts = [flat.get(self._prefixes[name] + part) for part in group._fields]
             made[name] = default if default is None and all(part is None for part in parts) else group(*parts)
         return made
+
+
+def _group(hint: Any) -> Any:
+    """The NamedTuple that a parameter of this type is, or None."""
+    kind = _bare(hint)[0]
+    kinds = [option for option in get_args(kind) or (kind,) if option is not type(None)]
+    return kinds[0] if len(kinds) == 1 and hasattr(kinds[0], "_fields") else None
 
 
 def _bare(hint: Any) -> tuple[Any, torch.dtype | None, bool]:

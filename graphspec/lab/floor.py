@@ -172,7 +172,7 @@ def group_parameters(
         itemsize: bytes of a parameter, except of those a module keeps in float32 (``float32_names``).
         leave_out: prefixes of names.
         without: a network whose weights are not counted, where the two share some.
-        packed: linear layers hold in 16 bits what their checkpoint has in 16 bits.
+        packed: linear layers and experts hold in 16 bits what their checkpoint has in 16 bits.
     """
     skipped = {id(one) for one in (*without.parameters(), *without.modules())} if without is not None else set()
     found: dict[int, tuple[str, int, int]] = {}
@@ -186,6 +186,8 @@ def group_parameters(
         width = 4 if leaf in getattr(owner, "float32_names", ()) else itemsize
         if packed and isinstance(owner, Linear) and leaf == "weight" and owner.stored is not None:
             width = owner.stored.itemsize
+        if packed and isinstance(owner, MixtureOfExperts) and (stored := owner.stored.get(leaf)) is not None:
+            width = stored.itemsize
         found[id(parameter)] = (group, parameter.numel(), parameter.numel() * width)
     for name, weight in network.named_modules(remove_duplicate=False):
         if isinstance(weight, PackedWeight) and id(weight) not in skipped and not name.startswith(tuple(leave_out)):
@@ -275,7 +277,8 @@ class FloorModel:
 
     Attributes:
         target, draft: facts; ``draft`` is None for a drafter without a network.
-        itemsize: bytes of a weight that is not packed, and of an element of KV.
+        itemsize: bytes of a weight that is not packed.
+        kv_itemsize: bytes of an element of KV.
         target_weights: of the target.
         draft_weights: weights that pass 1, 2, ... of the draft reads; further passes read the last ones.
         draft_own: parameters of the draft that it does not share with the target.
@@ -284,6 +287,7 @@ class FloorModel:
     target: ModelFacts
     draft: DraftFacts | None
     itemsize: int
+    kv_itemsize: int
     target_weights: Weights
     draft_weights: tuple[Weights, ...]
     draft_own: Weights | None
@@ -291,7 +295,7 @@ class FloorModel:
     @classmethod
     def of(
         cls, target: ModelFacts, draft: DraftFacts | None, dtype: str, variant: Variant | None = None, token_map: str | None = None,
-        from_config: bool | None = None, *, packed: bool = False,
+        from_config: bool | None = None, *, packed: bool = False, kv_dtype: str | None = None,
     ) -> FloorModel:  # fmt: skip
         """Build the model from facts.
 
@@ -304,6 +308,7 @@ class FloorModel:
             from_config: don't read the draft's tensors; None: read them where there are any.
             packed: linear layers are packed (:func:`graphspec.models.stack.uses_packed_weights`), and hold in 16 bits what a checkpoint
                 with tensors has in 16 bits.
+            kv_dtype: of the KV pools; None: ``dtype``.
 
         Raises:
             CheckpointError: tensors that do not fit their config.
@@ -317,12 +322,13 @@ class FloorModel:
         if draft is not None:
             assert variant is not None, "the variant of the draft"
             network = build_draft(draft, model, variant, token_map, from_config)
-        return cls.of_networks(target, model, draft, network, dtype, packed=packed)
+        return cls.of_networks(target, model, draft, network, dtype, packed=packed, kv_dtype=kv_dtype)
 
     @classmethod
     def of_networks(
-        cls, target: ModelFacts, model: nn.Module, draft: DraftFacts | None, network: nn.Module | None, dtype: str, *, packed: bool = False
-    ) -> FloorModel:
+        cls, target: ModelFacts, model: nn.Module, draft: DraftFacts | None, network: nn.Module | None, dtype: str, *, packed: bool = False,
+        kv_dtype: str | None = None,
+    ) -> FloorModel:  # fmt: skip
         """Build the model from networks, with or without data, whose weights are not packed yet; ``packed``: they will be."""
         itemsize, group = DTYPES[dtype].itemsize, partial(group_parameters, packed=packed)
         passes: tuple[Weights, ...] = ()
@@ -335,6 +341,7 @@ class FloorModel:
             target=target,
             draft=draft if network is not None else None,
             itemsize=itemsize,
+            kv_itemsize=DTYPES[kv_dtype or dtype].itemsize,
             target_weights=group(model, itemsize),
             draft_weights=passes,
             draft_own=own,
@@ -395,7 +402,7 @@ class FloorModel:
             tally.flops += 2 * tokens * weights.numbers["experts"] * topk / experts
         parts["embedding"] += tokens * facts.hidden_size * size
         sides, heads, width = facts.kv_row
-        row = sides * heads * width * size
+        row = sides * heads * width * self.kv_itemsize
         # Operations per query head and committed token: score and weighted sum.
         per_slot = 4 * facts.head_dim if facts.latent is None else 2 * (facts.latent.row_dim + facts.latent.rank)
         for layer in layers:

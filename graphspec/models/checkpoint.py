@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -13,14 +14,15 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..facts.files import find_file, plain, read_shards, require_file
 from ..facts.gguf_model import weights_files
-from ..facts.layouts import Layout
+from ..facts.layouts import Layout, TensorRule
 from ..facts.quantisation import read_quantisation
 from ..facts.sharding import Shard, joined
-from ..kernels.linear.packed import Packed, dequantise
+from ..kernels.linear.packed import Packed, dequantise, take_rows
 from ..weights.gguf import GgufFile
 from ..weights.quantised import Codes, codes_of
+from .experts import MixtureOfExperts
 from .layers import Embedding, Linear, ParameterShards, set_weight
-from .packed_weight import PackedWeight, Segment, shard_of
+from .packed_weight import PackedWeight, Segment, shard_of, stacked
 from .tensor_files import TensorFile, open_tensors
 
 if TYPE_CHECKING:
@@ -235,21 +237,40 @@ class Checkpoint:
         return True
 
 
-def tensor_sources(layout: Layout, ours: str, checkpoint: Checkpoint | tuple[()]) -> tuple[str, ...]:
-    """The checkpoint's tensors that make up a parameter; where a layout knows several spellings, those that are there."""
+def tensor_rule(layout: Layout, ours: str, checkpoint: Checkpoint | tuple[()]) -> TensorRule:
+    """The rule of a parameter; where a layout knows several spellings, that of tensors that are there."""
     generic, index = re.sub(r"\.\d+\.", ".*.", ours), re.search(r"\.(\d+)\.", ours)
-    found = [tuple(s.replace("*", index[1] if index else "*") for s in rule.sources) for rule in layout.rules if rule.ours == generic]
+    found = [
+        replace(rule, sources=tuple(s.replace("*", index[1] if index else "*") for s in rule.sources))
+        for rule in layout.rules
+        if rule.ours == generic
+    ]
     if not found:
         raise KeyError(f"the layout has no rule for {ours}")
-    return next((sources for sources in found if sources[0].replace("#", "0") in checkpoint), found[0])
+    return next((rule for rule in found if rule.sources[0].replace("#", "0") in checkpoint), found[0])
 
 
-def _blocks(layout: Layout, ours: str, parameter: Tensor, checkpoint: Checkpoint) -> list[tuple[str, ...]]:
+def tensor_sources(layout: Layout, ours: str, checkpoint: Checkpoint | tuple[()]) -> tuple[str, ...]:
+    """The checkpoint's tensors that make up a parameter."""
+    return tensor_rule(layout, ours, checkpoint).sources
+
+
+def _blocks(rule: TensorRule, parameter: Tensor) -> list[tuple[str, ...]]:
     """Sources of a parameter, one tuple per matrix: one for each expert where there are experts."""
-    sources = tensor_sources(layout, ours, checkpoint)
-    if not any("#" in source for source in sources):
-        return [sources]
-    return [tuple(source.replace("#", str(expert)) for source in sources) for expert in range(parameter.shape[0])]
+    if not any("#" in source for source in rule.sources):
+        return [rule.sources]
+    return [tuple(source.replace("#", str(expert)) for source in rule.sources) for expert in range(parameter.shape[0])]
+
+
+def _two_by_two(value: Tensor) -> Tensor:
+    """Rows that take turns, those of the first projection before those of the second; they are dimension 1."""
+    return torch.cat((value[:, ::2], value[:, 1::2]), 1)
+
+
+def _turns(shards: tuple[Shard, ...]) -> Shard:
+    """The shard of a tensor in which the rows of several projections, of which a rank has the same, take turns."""
+    first, count = shards[0], len(shards)
+    return Shard(count * first.full_size, tuple((count * at, count * length) for at, length in first.pieces), count * first.size)
 
 
 def _fill_sharded(matrix: Tensor, sources: tuple[str, ...], cut: ParameterShards, checkpoint: Checkpoint) -> None:
@@ -311,15 +332,50 @@ def _fill_packed(
     set_weight(owner, weight)
 
 
-def _check_packed_place(blocks: list[tuple[str, ...]], key: str) -> None:
-    """Check that a weight of low precision can stand there.
-
-    Raises:
-        CheckpointError: among experts.
-    """
-    if len(blocks) > 1:
-        hint = "mixtures of experts load in float32, bfloat16 and float16"
-        raise CheckpointError(key, "experts that are not quantised", "low precision", hint)
+def _fill_packed_experts(
+    owner: MixtureOfExperts,
+    leaf: str,
+    rule: TensorRule,
+    blocks: list[tuple[str, ...]],
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Give a mixture a weight from tensors of low precision: one of all experts, or one or several of each."""
+    experts, rows, channels = owner.get_parameter(leaf).shape
+    cut = owner.shards.get(leaf)
+    each = experts if len(blocks) == 1 else 1  # experts of a tensor
+    found: list[Packed] = []
+    for sources in blocks:
+        shards: tuple[Shard | None, ...] = (None,) * len(sources)
+        if cut is not None:
+            whole = _turns(cut.shards) if rule.interleaved else joined(*cut.shards)
+            shards = cut.shards if len(sources) == len(cut.shards) and not rule.interleaved else (whole,)
+        for source, shard in zip(sources, shards, strict=True):
+            own = [rows // len(sources), channels]
+            if cut is not None and shard is not None:
+                own[cut.dim] = shard.full_size
+            checkpoint.check(source, (each * own[0], own[1]))
+            if not checkpoint.is_packed(source):
+                raise CheckpointError(checkpoint.key(source), "codes, as other experts of the layer have", "numbers")
+            codes = checkpoint.codes(source, outline=device.type == "meta")
+            segment: Segment | None = codes
+            if cut is not None and shard is not None:
+                by_rows = cut.dim == -2
+                if by_rows:
+                    pieces = [(expert * own[0] + at, length) for expert in range(each) for at, length in shard.pieces]
+                    shard = Shard(each * own[0], tuple(pieces), each * shard.size)
+                segment = shard_of(codes, 0 if by_rows else 1, shard)
+            if segment is None:
+                expected, hint = f"groups of channels that divide those of a rank, {channels}", "runtime.tensor_parallel"
+                raise CheckpointError(checkpoint.key(source), expected, _groups(codes), hint)
+            found.append(cast("Packed", segment))
+    weight = stacked(found)
+    if weight is None:
+        raise CheckpointError(checkpoint.key(blocks[0][0]), "experts of one format, and channels in one order", "several")
+    if rule.interleaved:
+        weight = take_rows(weight, _two_by_two(torch.arange(experts * rows).view(experts, rows)).flatten())
+    owner.set_experts(leaf, PackedWeight((weight,), dtype).to(device))
 
 
 def fill(
@@ -336,7 +392,8 @@ def fill(
 
     Of a sharded tensor only this rank's shard is read. On the device ``meta`` everything is checked and no data is read.
     """
-    wanted = {name: _blocks(layout, name, module.get_parameter(name), checkpoint) for name in own}
+    rules = {name: tensor_rule(layout, name, checkpoint) for name in own}
+    wanted = {name: _blocks(rule, module.get_parameter(name)) for name, rule in rules.items()}
     used = {source for blocks in wanted.values() for block in blocks for source in block}
     patterns = [re.escape(pattern).replace(r"\*", r"\d+") for pattern in layout.ignored]
     for name in checkpoint.names():
@@ -346,14 +403,16 @@ def fill(
             missing = next((source for source in sorted(used) if source not in checkpoint), None)
             hint = _QUANTISED_HINT if _QUANTISED.search(name) else f"missing: {missing}" if missing else ""
             raise CheckpointError(checkpoint.key(name), "no such tensor", "one this model doesn't use", hint)
-    for blocks in wanted.values():
-        low = next((source for block in blocks for source in block if checkpoint.is_packed(source)), None)
-        if low is not None:
-            _check_packed_place(blocks, checkpoint.key(low))
     done = 0
     for name, blocks in wanted.items():
         owner_name, _, leaf = name.rpartition(".")
-        owner = module.get_submodule(owner_name)
+        owner, rule = module.get_submodule(owner_name), rules[name]
+        if isinstance(owner, MixtureOfExperts) and any(map(checkpoint.is_packed, blocks[0])):
+            _fill_packed_experts(owner, leaf, rule, blocks, checkpoint, dtype, device)
+            done += sum(map(len, blocks))
+            if progress is not None:
+                progress(done, len(used))
+            continue
         if isinstance(owner, Linear | Embedding) and any(map(checkpoint.is_packed, blocks[0])):
             _fill_packed(owner, blocks[0], checkpoint, dtype, device)
             done += len(blocks[0])
@@ -366,6 +425,11 @@ def fill(
         as_stored = value.dim() <= 2 or (blocks[0][0] in checkpoint and len(checkpoint.shape(blocks[0][0])) == value.dim())
         matrices = value.unbind() if len(blocks) > 1 else (value if as_stored else value.flatten(0, -2),)
         cut = cast("dict[str, ParameterShards]", getattr(owner, "shards", {})).get(leaf)
+        if cut is not None and rule.interleaved:
+            cut = ParameterShards(cut.dim, (_turns(cut.shards),))
+        if rule.transposed:
+            matrices = tuple(matrix.transpose(-1, -2) for matrix in matrices)
+            cut = cut and ParameterShards(-3 - cut.dim, cut.shards)
         for matrix, sources in zip(matrices, blocks, strict=True):
             if cut is not None:
                 _fill_sharded(matrix, sources, cut, checkpoint)
@@ -385,6 +449,9 @@ def fill(
                 if progress is not None:
                     progress(done, len(used))
         value = owner.arrange(value) if isinstance(owner, Linear) and leaf == "weight" else value
+        value = _two_by_two(value) if rule.interleaved else value
         setattr(owner, leaf, nn.Parameter(value, requires_grad=False))
         if isinstance(owner, Linear | Embedding) and leaf == "weight":
             owner.stored = checkpoint.narrow(source for block in blocks for source in block)
+        elif isinstance(owner, MixtureOfExperts):
+            owner.stored[leaf] = checkpoint.narrow(source for block in blocks for source in block)

@@ -1,17 +1,19 @@
-"""Mixtures of experts: DeepSeek-V2 (arXiv 2405.04434, section 2.2), DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), Qwen3-MoE."""
+"""Mixtures of experts: DeepSeek-V2 (arXiv 2405.04434, section 2.2), DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), Qwen3-MoE, gpt-oss."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..kernels.linear.linear import Hidden, finish, hidden_of
 from ..kernels.linear.moe_mlp import moe_mlp
 from ..kernels.linear.moe_route import moe_route
+from ..kernels.linear.packed_moe_mlp import packed_moe_mlp
 from .layers import KernelModule, Linear, ParameterShards, RMSNorm, ShardedModule, make_parameter
 from .mlp import dense_mlp
+from .packed_weight import PackedWeight
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,12 +36,21 @@ class MixtureOfExperts(KernelModule, ShardedModule):
         assert facts.experts is not None, "a model with experts"
         experts = self.experts = facts.experts
         hidden, width = facts.hidden_size, experts.intermediate_size
-        self.router = Linear(hidden, experts.num_experts)
+        self.router = Linear(hidden, experts.num_experts, bias=experts.biases)
         self.router.float32_names = ("weight",) if experts.float32_router else ()
         self.correction_E = make_parameter(experts.num_experts) if experts.sigmoid else None
         entering = width if facts.family.activation == "relu2" else 2 * width
-        self.gate_up_EFH = make_parameter(experts.num_experts, entering, hidden)
-        self.down_EHF = make_parameter(experts.num_experts, hidden, width)
+        self.gate_up_EFH: nn.Parameter | PackedWeight | None = make_parameter(experts.num_experts, entering, hidden)
+        self.down_EHF: nn.Parameter | PackedWeight | None = make_parameter(experts.num_experts, hidden, width)
+        self.gate_up_bias_EF = make_parameter(experts.num_experts, entering) if experts.biases else None
+        self.down_bias_EH = make_parameter(experts.num_experts, hidden) if experts.biases else None
+        self.width, self.gated = width, entering == 2 * width
+        self.stored: dict[str, torch.dtype | None] = {}
+        """Of the experts' weights, as of :class:`Linear`."""
+        self.native_gate_up: Tensor | None
+        self.native_down: Tensor | None
+        for name in ("native_gate_up", "native_down"):
+            self.register_buffer(name, None, persistent=False)
         self.shared_experts = dense_mlp(facts, experts.shared_size, partial=True) if experts.shared_size else None
         self.shared_gate = Linear(hidden, 1) if experts.shared_gate else None
         self.sharded = facts.sharding.sharded
@@ -47,12 +58,50 @@ class MixtureOfExperts(KernelModule, ShardedModule):
         if self.sharded:
             shard = facts.sharding.shard(width)
             entering_shards = (shard,) if facts.family.activation == "relu2" else (shard, shard)
-            self.shards = {"gate_up_EFH": ParameterShards(-2, entering_shards), "down_EHF": ParameterShards(-1, (shard,))}
+            self.shards = {
+                "gate_up_EFH": ParameterShards(-2, entering_shards),
+                "down_EHF": ParameterShards(-1, (shard,)),
+                "gate_up_bias_EF": ParameterShards(-1, entering_shards),
+            }
+        # Results of ranks are added: one of them has the bias.
+        self.adds_bias = facts.sharding.rank == 0
         self.route: Callable[..., tuple[Tensor, Tensor]] = moe_route
         self.mix: Callable[..., Tensor] = moe_mlp
+        self.mix_codes: Callable[..., Tensor] = packed_moe_mlp
 
     def use_kernels(self, kernels: KernelSet) -> None:
-        self.route, self.mix = kernels.moe_route, kernels.moe_mlp
+        self.route, self.mix, self.mix_codes = kernels.moe_route, kernels.moe_mlp, kernels.packed_moe_mlp
+
+    def set_experts(self, name: str, weight: PackedWeight) -> None:
+        """Give the experts a weight of low precision, ``[E * rows, channels]``, of one segment."""
+        delattr(self, name)
+        setattr(self, name, weight)
+
+    def pack(self) -> None:
+        """Replace the weights by what the native op reads. float32 on the CPU only."""
+        from ..kernels.native import experts as native
+
+        if self.native_down is not None:
+            return
+        for name in ("gate_up_EFH", "down_EHF"):
+            weight = getattr(self, name)
+            [own] = weight.segments if isinstance(weight, PackedWeight) else [weight.flatten(0, 1)]
+            setattr(self, f"native_{name.rpartition('_')[0]}", native.pack_experts(own, self.experts.num_experts, self.stored.get(name)))
+            setattr(self, name, None)
+        self._mix_native = native.mix
+
+    def _mix(self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        """The sum of the chosen experts' results."""
+        facts = self.experts
+        down_bias_EH = self.down_bias_EH if self.adds_bias else None
+        how = (self.gate_up_bias_EF, down_bias_EH, facts.alpha, facts.limit)
+        if self.native_down is not None:
+            native = (self.native_gate_up, self.native_down, self.width, self.gated)
+            mixed: Tensor = self._mix_native(x_TH, index_TK, weight_TK, *native, *how)
+            return mixed
+        if isinstance(self.gate_up_EFH, PackedWeight) and isinstance(self.down_EHF, PackedWeight):
+            return self.mix_codes(x_TH, index_TK, weight_TK, *self.gate_up_EFH.segments, *self.down_EHF.segments, *how)
+        return self.mix(x_TH, index_TK, weight_TK, self.gate_up_EFH, self.down_EHF, *how)
 
     def forward(self, stream_BTH: Hidden, norm: RMSNorm | None = None, residual_BTH: Hidden | None = None, *, valid: Tensor) -> Hidden:
         """``residual + mixture(norm(x))``, ``[B, T, H]``; either may be absent. Tokens that are not valid go to no expert of the router."""
@@ -64,7 +113,7 @@ class MixtureOfExperts(KernelModule, ShardedModule):
             logits_BTE.flatten(0, 1), self.correction_E, valid.flatten(), facts.topk, facts.groups, facts.topk_groups, facts.group_best,
             facts.sigmoid, facts.normalize, facts.scaling,
         )  # fmt: skip
-        out_BTH = self.mix(x_BTH.flatten(0, 1), index_TK, weight_TK, self.gate_up_EFH, self.down_EHF).view_as(x_BTH)
+        out_BTH = self._mix(x_BTH.flatten(0, 1), index_TK, weight_TK).view_as(x_BTH)
         if self.shared_experts is not None and self.shared_gate is not None:
             out_BTH = out_BTH + torch.sigmoid(self.shared_gate(x_BTH)) * self.shared_experts(x_BTH)
         elif self.shared_experts is not None:

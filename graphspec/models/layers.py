@@ -343,6 +343,9 @@ class SelfAttention(TokenMixer, ShardedModule):
         """Rows of the network's table before those of this layer's rotation."""
         rope = facts.layer_rope[layer] if facts.layer_rope else facts.rope
         self.sink_Q = make_parameter(facts.num_heads) if facts.family.attention_sinks else None
+        self.shards: dict[str, ParameterShards] = {}
+        if facts.sharding.sharded:
+            self.shards = {"sink_Q": ParameterShards(0, (facts.sharding.shard(facts.num_heads),))}
         self.softcap = facts.multipliers.score_softcap
         self.query_growth = (rope.query_beta, rope.original_max_position_embeddings) if rope.query_beta else None
         self.gated, self.sharding = facts.family.attention_gate, facts.sharding

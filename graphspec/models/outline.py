@@ -9,6 +9,7 @@ from ..facts.layouts import Layout
 from ..facts.quantisation import Quantisation, Scheme
 from ..kernels.linear.packed import CODES, Packed, code_bits
 from .checkpoint import tensor_sources
+from .experts import MixtureOfExperts
 from .layers import Linear, set_weight
 from .packed_weight import PackedWeight, Segment
 
@@ -19,7 +20,7 @@ _GATES = ("gate", "shared_expert_gate")
 def outline_weights(
     network: nn.Module, layout: Layout | None, quantisation: Quantisation, dtype: torch.dtype, without: nn.Module | None = None
 ) -> None:
-    """Give the linear layers of a network on ``meta`` the weights that its checkpoint has.
+    """Give the linear layers and the experts of a network on ``meta`` the weights that its checkpoint has.
 
     Args:
         network: without data.
@@ -29,7 +30,14 @@ def outline_weights(
         without: a network whose layers stay as they are, where the two share some.
     """
     others = set(without.modules()) if without is not None else set()
-    for name, owner in network.named_modules():
+    for name, owner in list(network.named_modules()):
+        if isinstance(owner, MixtureOfExperts) and owner not in others:
+            for leaf in ("gate_up_EFH", "down_EHF"):
+                sources = (f"{name}.experts",) if layout is None else tensor_sources(layout, f"{name}.{leaf}", ())
+                scheme = quantisation.scheme(_stored_name(sources[0].replace("#", "0"), layout))
+                if scheme is not None:
+                    experts, rows, channels = owner.get_parameter(leaf).shape
+                    owner.set_experts(leaf, PackedWeight((_segment(scheme, experts * rows, channels, dtype),), dtype))
         if owner in others or not isinstance(owner, Linear) or not isinstance(owner.weight, nn.Parameter):
             continue
         if layout is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..facts.sharding import Shard
-from ..kernels.linear.packed import Packed, as_bytes, dequantise
+from ..kernels.linear.packed import Packed, as_bytes, dequantise, take_rows
 
 Segment = Packed | Tensor
 """Some output rows of a weight: codes, or numbers where the checkpoint has these rows in full precision."""
@@ -120,10 +120,7 @@ def _values(segment: Segment, dtype: torch.dtype) -> Tensor:
 
 
 def _rows(segment: Segment, row: Tensor) -> Segment:
-    if isinstance(segment, Tensor):
-        return segment[row]
-    by_row = {name: tensor for name, tensor in segment.tensors.items() if name != "group_of"}
-    return segment.with_tensors({name: as_bytes(tensor)[row].view(tensor.dtype) for name, tensor in by_row.items()})
+    return segment[row] if isinstance(segment, Tensor) else take_rows(segment, row)
 
 
 def shard_of(segment: Segment, dim: int, shard: Shard) -> Segment | None:
@@ -165,6 +162,15 @@ def _cut(tensor: Tensor, dim: int, shard: Shard, fill: float) -> Tensor:
     return torch.cat(parts, dim).view(tensor.dtype)
 
 
+def stacked(weights: Sequence[Packed]) -> Packed | None:
+    """Weights below each other as one; None: their formats differ."""
+    first = weights[0]
+    if not all(_alike(first, other) for other in weights[1:]):
+        return None
+    fields = {name: [weight.tensors[name] for weight in weights] for name in first.tensors if name != "group_of"}
+    return first.with_tensors({name: torch.cat([as_bytes(part) for part in parts]).view(parts[0].dtype) for name, parts in fields.items()})
+
+
 def _alike(one: Segment, other: Segment) -> bool:
     """Whether two segments can be one."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
@@ -180,5 +186,6 @@ def _alike(one: Segment, other: Segment) -> bool:
 def _stacked(one: Segment, other: Segment) -> Segment:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return torch.cat([part for part in (one, other) if isinstance(part, Tensor)])
-    pairs = {name: (tensor, other.tensors[name]) for name, tensor in one.tensors.items() if name != "group_of"}
-    return one.with_tensors({name: torch.cat([as_bytes(part) for part in pair]).view(pair[0].dtype) for name, pair in pairs.items()})
+    both = stacked((one, other))
+    assert both is not None, "segments that can be one"
+    return both

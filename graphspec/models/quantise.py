@@ -113,7 +113,7 @@ def _linear(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def _chosen(checkpoint: Checkpoint, modules: Sequence[str]) -> set[str]:
-    # Experts load in full precision only.
+    # Routed experts keep their numbers.
     leaves = {name: name.split(".")[-2] for name in checkpoint.names() if _linear(checkpoint, name) and ".experts." not in name}
     chosen: set[str] = set()
     for module in modules:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 from torch import Tensor, nn
 
 from ..kernels import resolve
+from ..plan.buffers import DTYPES
+from .experts import MixtureOfExperts
 from .layers import Embedding, Linear, RMSNorm, SelfAttention
 from .mlp import MLP, GeluMLP
 from .packed_weight import PackedWeight
@@ -213,6 +215,23 @@ class DraftInput(nn.Module):
         return entering
 
 
+def round_weights(network: nn.Module, plan: Plan) -> None:
+    """Round a network's parameters to the plan's ``weight_dtype``, in place, where it is not the one they are held in.
+
+    Codes of low precision and parameters that modules keep in float32 stay as they are. On the device ``meta`` only the dtype in which
+    layers will be packed is set.
+    """
+    if plan.weight_dtype == plan.dtype:
+        return
+    dtype = DTYPES[plan.weight_dtype]
+    for module in network.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.is_meta and name not in getattr(module, "float32_names", ()):
+                parameter.data = parameter.data.to(dtype).to(parameter.dtype)
+        if isinstance(module, Linear | Embedding) and isinstance(module.weight, nn.Parameter):
+            module.stored = dtype
+
+
 def uses_packed_weights(plan: Plan) -> bool:
     """Whether the linear layers of an engine with this plan are native, with packed weights."""
     return resolve("kernels.linear", plan.linear, plan.kernels, plan.device, plan.dtype) == "native"
@@ -234,6 +253,6 @@ def pack_network(network: nn.Module, plan: Plan) -> str | None:
         pack: Callable[[], str | None] | None = getattr(network, "pack_stack", None)
         reason = "a network of another package" if pack is None else pack()
     for module in list(network.modules()):
-        if isinstance(module, Linear) or (isinstance(module, Embedding) and (reason is None or module.has_codes)):
+        if isinstance(module, Linear | MixtureOfExperts) or (isinstance(module, Embedding) and (reason is None or module.has_codes)):
             module.pack()
     return reason

@@ -5,17 +5,22 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from ..errors import CheckpointError
+from ..facts import read_model_facts
 from ..facts.layouts import PREDICTION_HEADS, TensorRule
+from ..plan.own_modules import check_own_modules
 from .checkpoint import Checkpoint, Progress, fill, tensor_sources
 from .decoder import Decoder
 from .layers import set_weight
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ..config.schema import Config
     from ..facts import ModelFacts
 
 
@@ -60,6 +65,26 @@ def _prediction_heads(checkpoint: Checkpoint, num_layers: int) -> set[str]:
     return {name for name in names if name.startswith((*PREDICTION_HEADS, *layers))}
 
 
+def read_target_facts(config: Config, folder: Path) -> ModelFacts:
+    """Facts of the target of an engine, as ``model.family`` asks for it.
+
+    Args:
+        config: of the engine.
+        folder: of the checkpoint.
+
+    Raises:
+        ConfigError: something that can't be done with ``model.family=transformers``.
+        CheckpointError: as :func:`graphspec.facts.read_model_facts`, or a model that transformers' modules can't serve here.
+    """
+    if config.model.family == "auto":
+        return read_model_facts(folder)
+    check_own_modules(config)
+    from .own_modules import read_own_facts
+
+    _LOG.warning("model.family=transformers: %s runs by the modules of transformers, op by op: slower than a family of graphspec", folder)
+    return read_own_facts(folder)
+
+
 def load_target(
     facts: ModelFacts,
     tap_layers: tuple[int, ...],
@@ -81,6 +106,11 @@ def load_target(
     Raises:
         CheckpointError: a file or tensor that is missing, damaged, superfluous or of another shape or dtype.
     """
+    if facts.family.own_modules:
+        from .own_modules import load_own_modules
+
+        # A drafter that would ask more of it than stages do is refused before.
+        return cast("Decoder", load_own_modules(facts, dtype, torch.device(device)))
     layout, checkpoint = facts.family.layout, target_checkpoint(facts)
     embedding, head = vocabulary_tensors(facts, checkpoint)
     if facts.stored_vocab_size is not None:

@@ -133,7 +133,7 @@ def declare_slots(plan: Plan, mail_size: int) -> tuple[Slot, ...]:
         Slot("outcome_B", ("B",), i64, "lane", Status.FREE),
         Slot("cycle_1", (1,), i64, "state"),
         Slot("ring_ZBJ", ("Z", "B", plan.accept_width + RING_FIELDS), i64, "ring", -1),
-        _pool("target_kv", plan, plan.target, dtype),
+        _pool("target_kv", plan, plan.target),
     ]
     if plan.target.vocabulary.sharded:
         slots.append(Slot("logits_BNVr", ("B", "N", "Vr"), f32, "lane"))
@@ -160,7 +160,7 @@ def declare_slots(plan: Plan, mail_size: int) -> tuple[Slot, ...]:
             *([Slot("draft_hidden_BH", ("B", "H"), dtype, "lane")] if plan.feature_width else []),
             # The first slot a drafter may see, the same for all; a constant tensor, so that no pass has to make one.
             Slot("draft_begin_1", (1,), i64, "state", plan.variant.shift),
-            _pool("draft_kv", plan, draft, dtype),
+            _pool("draft_kv", plan, draft),
         ]
         if plan.shape.pool == "beams":
             slots += _beam_slots()
@@ -238,9 +238,9 @@ def slot_groups(sampling: SamplingClass) -> frozenset[str]:
     return frozenset(name for name, needed in on.items() if needed)
 
 
-def _pool(name: str, plan: Plan, model: ModelFacts, dtype: torch.dtype) -> Slot:
+def _pool(name: str, plan: Plan, model: ModelFacts) -> Slot:
     sides, heads, width = model.kv_row
-    return Slot(name, (model.kv_layers, sides, plan.num_pages, plan.page_size, heads, width), dtype, "kv")
+    return Slot(name, (model.kv_layers, sides, plan.num_pages, plan.page_size, heads, width), DTYPES[plan.kv_dtype], "kv")
 
 
 class Views:

@@ -27,13 +27,15 @@ from ..shapes import (  # fmt: skip
 )
 from .acceptance import AcceptPlan, resolve_accept
 from .draft_parallel import DraftParallel, resolve_draft_parallel
+from .dtypes import resolve_dtypes
 from .numerics import resolve_numerics
+from .own_modules import check_own_modules
 from .runtime import Runtime, resolve_runtime
 from .static_tree import StaticTree
 
 if TYPE_CHECKING:
     from ..facts import DraftFacts, ModelFacts
-    from ..facts.families import Family
+    from ..facts.family import Family
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +105,9 @@ class Plan:
     accept: AcceptPlan
     device: str
     dtype: str
+    """Of activations and kernels; see :class:`.dtypes.Dtypes`."""
+    weight_dtype: str
+    kv_dtype: str
     kernels: str
     attention: str
     linear: str
@@ -387,6 +392,8 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         if narrowest is not None and narrowest < entries[whose]:
             expected = f"few enough that a pass of {entries[whose]} tokens lies in the {whose}'s sliding window of {narrowest}"
             raise ConfigError("variant.num_steps", expected, shape.num_steps)
+    if target.family.own_modules:
+        check_own_modules(config)
     if target.sharding.sharded:
         _check_ranks(config, target)
     if config.variant.token_map is not None and not variant.full_vocabulary:
@@ -435,7 +442,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
     prefill_lanes = 1 if config.kernels.attention in HOST_STEP_OVER_LATENT_ROWS else min(runtime.prefill_lanes, runtime.max_rows)
     page_updates = largest * (math.ceil((accept + window) / runtime.page_size) + 1)
 
-    chosen = resolve_runtime(runtime.name, device)
+    chosen = resolve_runtime(runtime.name, device, eager=target.family.own_modules)
     kernels = config.kernels.mode if config.kernels.mode != "auto" else chosen.kernels
     if kernels == "compiled" and not config.kernels.compile_around:
         raise ConfigError("kernels.compile_around", "true with kernels.mode=compiled, which compiles everything", False)
@@ -443,10 +450,8 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
     if draft_context < max_context:
         logger.warning("the draft was made for %d positions, the context is %d: rows past them decode plainly", draft_context, max_context)
     lookback = draft.num_heads - 1 if draft else 0
-    dtype = config.hardware.dtype
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" else target.dtype
-    own_draft, draft_parallel = resolve_draft_parallel(config, variant, target.sharding, draft, shape, device=device, dtype=dtype)
+    dtypes = resolve_dtypes(config.hardware.dtype, runtime.kv_dtype, target.dtype, device, kernels)
+    own_draft, draft_parallel = resolve_draft_parallel(config, variant, target.sharding, draft, shape, device=device, dtype=dtypes.weights)
     static_tree = StaticTree.of(config.variant.tree_choices) if config.variant.tree_choices is not None and shape.topk > 1 else None
     rule = resolve_accept(config.accept, config.variant, shape, has_network=draft is not None)
     bucket_shapes = resolve_bucket_shapes(
@@ -496,7 +501,9 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         max_bad_word_tokens=runtime.max_bad_word_tokens,
         accept=rule,
         device=device,
-        dtype=dtype,
+        dtype=dtypes.compute,
+        weight_dtype=dtypes.weights,
+        kv_dtype=dtypes.kv,
         kernels=kernels,
         attention=config.kernels.attention,
         linear=config.kernels.linear,

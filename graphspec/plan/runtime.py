@@ -38,17 +38,22 @@ class Runtime:
         return KERNELS_OF[self.name]
 
 
-def resolve_runtime(asked: str, device: str) -> Runtime:
+def resolve_runtime(asked: str, device: str, *, eager: bool = False) -> Runtime:
     """The runtime of an engine: what was asked for, and for ``auto`` captured on a GPU, compiled on a CPU.
 
     Args:
         asked: ``runtime.name``.
         device: resolved, ``cpu`` or ``cuda``.
+        eager: the target can neither be compiled nor captured.
 
     Raises:
         ConfigError: no runtime, or one that this device does not have.
     """
     one_of("runtime.name", asked, RUNTIMES)
+    if eager and asked not in ("auto", "eager"):
+        raise ConfigError("runtime", "auto or eager with model.family=transformers", asked)
+    if eager:
+        return Runtime("eager", "model.family=transformers" if asked == "auto" else "")
     if asked == "auto":
         return Runtime("captured" if device == "cuda" else "compiled", f"runtime=auto on {device}")
     if asked == "captured" and device != "cuda":

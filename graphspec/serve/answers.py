@@ -14,6 +14,7 @@ from typing import Any
 from ..api.outputs import StreamEvent
 from ..engine.request import TokenLogprob
 from ..text.tokenizer import Tokenizer
+from .channels import ChannelReader, in_channels
 from .generation import Generation, reasons
 from .protocol import Body, ChatBody, CompletionBody
 from .tokens import CompletionLogprobs, chat_logprobs, prompt_logprobs
@@ -155,7 +156,9 @@ class ChatWriter(Writer):
     def __init__(self, body: ChatBody, model: str, tokenizer: Tokenizer, generation: Generation, *, tools: Tools) -> None:
         super().__init__(body, model, tokenizer, generation)
         self._tools = tools
+        self._channels = in_channels(tokenizer.special_tokens)
         self._readers: dict[int, CallReader] = {}
+        self._channel_readers: dict[int, ChannelReader] = {}
         self._calls: dict[int, int] = {}
 
     def _opening(self, choice: int) -> list[Json]:
@@ -164,12 +167,18 @@ class ChatWriter(Writer):
 
     def _content(self, choice: int, event: StreamEvent, *, first: bool) -> Json:
         delta: Json = {"content": event.text}
-        if self._tools.read:
-            reader = self._readers.setdefault(choice, CallReader())
-            said, calls = reader.push(event.text, last=event.finished)
+        if self._channels or self._tools.read:
+            if self._channels:
+                channels = self._channel_readers.setdefault(choice, ChannelReader(calls=self._tools.read))
+                reasoning, said, calls = channels.push(event.text, last=event.finished)
+            else:
+                reader = self._readers.setdefault(choice, CallReader())
+                reasoning, (said, calls) = "", reader.push(event.text, last=event.finished)
             begin = self._calls.get(choice, 0)
             self._calls[choice] = begin + len(calls)
-            delta = {"content": said} if said or not calls else {}
+            delta = {"content": said} if said or not (calls or reasoning) else {}
+            if reasoning:
+                delta["reasoning_content"] = reasoning
             if calls:
                 delta["tool_calls"] = [call.spelled(index) for index, call in enumerate(calls, begin)]
         count = self.body.alternatives
@@ -183,18 +192,20 @@ class ChatWriter(Writer):
         return piece
 
     def _text(self, piece: Json) -> bool:
-        return bool(piece["delta"].get("content") or piece["delta"].get("tool_calls"))
+        return any(piece["delta"].get(name) for name in ("content", "reasoning_content", "tool_calls"))
 
     def _join(self, piece: Json, more: Json) -> Json:
         before, after = piece["delta"], more["delta"]
-        content = before.get("content", "") + after.get("content", "")
+        joined = {name: before.get(name, "") + after.get(name, "") for name in ("content", "reasoning_content")}
         calls = [*before.get("tool_calls", ()), *after.get("tool_calls", ())]
-        return super()._join(piece, more) | {"delta": {"content": content, "tool_calls": calls}}
+        return super()._join(piece, more) | {"delta": joined | {"tool_calls": calls}}
 
     def _closed(self, piece: Json) -> Json:
         delta = piece.pop("delta")
         calls = [{name: value for name, value in call.items() if name != "index"} for call in delta.get("tool_calls", ())]
         message = {"role": "assistant", "content": delta.get("content") or (None if calls else "")}
+        if reasoning := delta.get("reasoning_content"):
+            message["reasoning_content"] = reasoning
         return {**piece, "message": message | ({"tool_calls": calls} if calls else {})}
 
 

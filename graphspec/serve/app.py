@@ -27,6 +27,7 @@ from ..engine.request import SamplingParams
 from ..errors import GraphspecError
 from ..text.bounds import check_fits, fewest_tokens
 from ..text.tokenizer import check_text
+from . import channels
 from .access import Access, Hosts, Lengths, Record, record_of
 from .answers import DONE, ChatWriter, CompletionWriter, Writer, spell, sse
 from .bodies import LARGE_BODY, MAX_VALUES, parse_json, read_body
@@ -206,7 +207,8 @@ class Api:
             raise bad_field("messages", "a checkpoint with a chat template", "one without: send a prompt to /v1/completions")
         tools = read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
         make = partial(ChatWriter, body, self.model, self.tokenizer, tools=tools)
-        params = body.params(self.max_tokens, self.plan.sampling_defaults, structured_of(body, tools), MARKS if tools.read else ())
+        kept = (*(MARKS if tools.read else ()), *(channels.MARKS if channels.in_channels(self.tokenizer.special_tokens) else ()))
+        params = body.params(self.max_tokens, self.plan.sampling_defaults, structured_of(body, tools), kept)
         return Asked(body, [conversation_of(body, tools, **self._plain)], make, params)
 
     async def _answer(self, request: Request, asked: Asked) -> Response:
@@ -214,6 +216,7 @@ class Api:
         body, prompts, params = asked.body, asked.prompts, asked.params
         if body.priority and not self.options.allow_priority:
             raise bad_field("priority", "0, unless the server runs with server.allow_priority=true", body.priority)
+        self.llm.llm.check_class(params.resolve(self.plan.sampling_defaults).sampling_class)
         with ExitStack() as held:
             held.enter_context(self.slots.take(len(prompts) * params.n))
             options = {"priority": body.priority, "deadline": self.options.request_seconds, "cache_salt": body.cache_salt}

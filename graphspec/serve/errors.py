@@ -66,6 +66,11 @@ def stopping() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down", retry_after=1)
 
 
+def loading() -> ApiError:
+    """The model is being loaded, or its programs are being built."""
+    return ApiError(503, "the model is being loaded", code="loading", retry_after=5)
+
+
 def unusable() -> ApiError:
     """The engine was closed or could not recover from an error, so the process has to be replaced."""
     return ApiError(503, "the engine does not answer", code="engine_down")

@@ -87,7 +87,10 @@ def main() -> int:
 def _try(sock: socket.socket, compilers: dict[bool, GrammarCompiler]) -> None:
     """Compile one grammar, and answer with the bytes it takes; 0 where it is refused, whose reason is found again by the engine."""
     structured: Structured
-    structured, seconds = receive(sock)
+    try:
+        structured, seconds = receive(sock)
+    except EOFError:
+        return  # The client left before.
     signal.setitimer(signal.ITIMER_REAL, seconds)
     fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) | os.O_ASYNC)

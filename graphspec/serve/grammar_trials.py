@@ -139,13 +139,20 @@ class GrammarTrials:
         """The process, which is started where there is none; None: the checkpoint has no tokenizer to compile for."""
         async with self._starting:
             if self._process is None or not self._process.alive:
-                engine = self._llm.llm
                 try:
-                    start = lambda: _Process(engine.grammars.vocabulary(lambda: engine.tokenizer))  # noqa: E731
-                    self._process = await self._llm.work(start, LONG_TEXT)
+                    await self._llm.work(self.start, LONG_TEXT)
                 except (CheckpointError, RequestError):
                     return None
             return self._process
+
+    def start(self) -> None:
+        """Start the process, which the first grammar does otherwise, and wait until it is ready.
+
+        Raises:
+            GraphspecError: the checkpoint has no tokenizer to compile for.
+        """
+        engine = self._llm.llm
+        self._process = _Process(engine.grammars.vocabulary(lambda: engine.tokenizer))
 
     def close(self) -> None:
         """End the process, and what is tried in it."""

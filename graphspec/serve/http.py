@@ -20,8 +20,13 @@ from ..config.server_options import ServerConfig
 from ..errors import ConfigError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-LEAVE_SECONDS = 5.0
-"""After the requests have ended or were aborted, until the process is ended from outside."""
+LEAVE_SECONDS, LEAVE_SHARE = 5.0, 0.2
+"""What is left of ``server.drain_seconds`` when unfinished requests are aborted: at most so long, and such a share of it."""
+
+
+def abort_seconds(drain_seconds: float) -> float:
+    """After so much of ``server.drain_seconds`` unfinished requests are aborted; the process has the rest to end."""
+    return drain_seconds - min(LEAVE_SECONDS, LEAVE_SHARE * drain_seconds)
 
 
 def bind(options: ServerConfig) -> socket.socket:
@@ -118,9 +123,10 @@ class HttpServer(uvicorn.Server):
             access_log=False,
             server_header=False,
             timeout_keep_alive=max(1, round(options.keep_alive_seconds)),
-            timeout_graceful_shutdown=max(1, round(options.drain_seconds)),
         )
         super().__init__(config)
+        # uvicorn waits by it as by any other number of seconds, but declares whole ones.
+        config.timeout_graceful_shutdown = abort_seconds(options.drain_seconds)
         self._ready, self._options = ready, options
         self.draining = False
         """Whether it accepts nothing more and ends with its last request."""
@@ -148,7 +154,7 @@ class HttpServer(uvicorn.Server):
 
     def _end(self) -> None:
         # Its timer needs no cooperation of what runs then, and says where that is.
-        faulthandler.dump_traceback_later(self._options.drain_seconds + LEAVE_SECONDS, exit=True)
+        faulthandler.dump_traceback_later(self._options.drain_seconds, exit=True)
         self.drain()
 
     def drain(self) -> None:

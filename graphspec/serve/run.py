@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,10 @@ from ..config.command_options import LaunchConfig
 from ..config.hints import install_hint
 from ..config.paths import user_path
 from ..errors import ConfigError
+from ..facts.folders import model_folder
 from ..host.progress import progress_bars
+from ..shapes import SERVED, SERVED_GRAMMARS
+from ..text.tokenizer import has_tokenizer
 
 if TYPE_CHECKING:
     from ..host.progress import Progress
@@ -29,7 +33,7 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client", "pydantic")
 
 
 def run(config: LaunchConfig) -> int:
-    """Serve until SIGTERM or Ctrl-C; returns the exit code.
+    """Serve until SIGTERM or Ctrl-C, which end this process when the last request has ended.
 
     Raises:
         ConfigError: an option, a package of the extra that is missing, or a port that is taken.
@@ -37,10 +41,11 @@ def run(config: LaunchConfig) -> int:
     check_packages()
     from .access import hosts_of
     from .http import HttpServer, bind
+    from .loading import answering
 
     options, keys = config.server, read_keys(config)
     with bind(options) as sock:
-        with progress_bars(lines=True) as progress:
+        with answering(sock, options), progress_bars(lines=True) as progress:
             api = load_api(config, keys, progress)
         with api.llm.llm, closing(api):
             host, port = sock.getsockname()[:2]
@@ -52,8 +57,9 @@ def run(config: LaunchConfig) -> int:
             server = HttpServer(api.app(hosts_of(options)), options, ready)
             with _logs(config.log):
                 asyncio.run(server.serve(sockets=[sock]))
-    if api.llm.busy:
-        # A thread inside a library's code can't be ended, and the interpreter would wait for it or crash.
+    if server.draining:
+        # All that counts is closed. The interpreter would wait for threads inside a library's code, and free compiled programs for seconds.
+        logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -105,7 +111,7 @@ def read_keys(config: LaunchConfig) -> Keys:
 
 
 def load_api(config: LaunchConfig, keys: Keys, progress: Progress | None = None) -> Api:
-    """Load the engine of a configuration, with the programs of its sampling classes, and make its routes. The caller closes the engine.
+    """Load the engine of a configuration, with all programs that it will ever run, and make its routes. The caller closes the engine.
 
     Args:
         config: of engine and server.
@@ -117,11 +123,18 @@ def load_api(config: LaunchConfig, keys: Keys, progress: Progress | None = None)
     """
     from .app import Api
 
-    llm = LLM.from_config(config, progress)
-    resident = AsyncLLM(llm)
-    for sampling in llm.plan.sampling_classes:
-        llm.warm_up(llm.plan.max_rows, sampling=sampling)
-    return Api(resident, config.server, served_name(config), keys)
+    names = config.runtime.sampling_classes
+    if names is None:
+        grammars = find_spec("xgrammar") is not None and has_tokenizer(model_folder(config.model.path, config.model.revision))
+        names = [*SERVED, *(SERVED_GRAMMARS if grammars else ())]
+    llm = LLM.from_config(replace(config, runtime=replace(config.runtime, sampling_classes=names)), progress)
+    llm.seal()
+    api = Api(AsyncLLM(llm), config.server, served_name(config), keys)
+    if any(each.grammar for each in llm.plan.sampling_classes):
+        # What the first grammar of all loads would hold up the interpreter.
+        llm.grammars.load(lambda: llm.tokenizer)
+        api.trials.start()
+    return api
 
 
 def served_name(config: LaunchConfig) -> str:

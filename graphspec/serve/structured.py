@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -65,11 +66,13 @@ def _schema(given: Mapping[str, Any]) -> Any:
 
 
 def _structured_outputs(given: Mapping[str, Any]) -> Structured:
-    named = {name: value for name, value in given.items() if value is not None and value is not False}
+    # vLLM's clients send all fields, null where they are not used; json_object is a switch.
+    named = {name: value for name, value in given.items() if value is not None and not (name == "json_object" and value is False)}
     if unknown := [name for name in named if name not in KINDS]:
         raise bad_field("structured_outputs", "one of " + ", ".join(KINDS), ", ".join(unknown))
     if len(named) != 1:
-        raise bad_field("structured_outputs", "exactly one of " + ", ".join(KINDS), ", ".join(named) or "none")
+        found = ", ".join(named) or ", ".join(f"{name}: {json.dumps(value)}" for name, value in given.items()) or "an empty object"
+        raise bad_field("structured_outputs", "exactly one of " + ", ".join(KINDS), found)
     [(name, value)] = named.items()
     try:
         return Structured(**{KINDS[name]: value})

@@ -183,7 +183,7 @@ class CallReader:
                 text, place = "".join([*self._held, text[place:]]), 0
             self._leave()
             said.append(BEGIN)
-            _log("no JSON object follows it", text[place : place + LOGGED])
+            log_text(f"a {BEGIN} in an output", "no JSON object follows it", text[place : place + LOGGED])
             return text, place
         if end is None:
             self._held.append(text[place:])
@@ -193,7 +193,7 @@ class CallReader:
         call = _parse(value)
         if call is None:
             said.append(BEGIN + value)
-            _log("its object is no call", value)
+            log_text(f"a {BEGIN} in an output", "its object is no call", value)
         else:
             calls.append(call)
             self._after = True
@@ -221,8 +221,21 @@ class CallReader:
         return mark
 
 
-def _log(reason: str, text: str) -> None:
-    logger.warning("a %s in an output is content: %s: %s", BEGIN, reason, brief(text))
+def log_text(what: str, reason: str, text: str) -> None:
+    """Warn that something in an output, which looks like a call, is content."""
+    logger.warning("%s is content: %s: %s", what, reason, brief(text))
+
+
+def parse_arguments(text: str) -> str | None:
+    """Arguments of a call as the text of an object; None: they are none. No text is an empty object."""
+    try:
+        value = json.loads(text, parse_constant=_refuse) if text.strip() else {}
+        spelled = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        # Half of a surrogate pair can't be sent.
+        spelled.encode()
+    except (ValueError, RecursionError):
+        return None
+    return spelled if isinstance(value, dict) else None
 
 
 def _parse(text: str) -> ToolCall | None:

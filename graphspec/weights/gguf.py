@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,11 +17,16 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..facts.files import plain
 from ..facts.gguf import BLOCKS, GgufTensor, read_headers
-from ..facts.gguf_model import hf_name, row_order
+from ..facts.gguf_families import Tiling, tiling
+from ..facts.gguf_model import hf_name, norm_offset, row_order
 from ..kernels.linear.packed import Packed
 from .quantised import Codes
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SHARED_GATE = "mlp.shared_expert_gate.weight"
+"""A matrix of one row, which files may have as a vector."""
+_CONVOLUTION, _DECAY = "linear_attn.conv1d.weight", "linear_attn.A_log"
+"""Of gated delta nets: kernels, which files have without a dimension of 1, and decays, which they have as ``-exp``."""
 _BLOCK = {name: (channels, size) for name, channels, size in BLOCKS.values()}
 
 
@@ -108,6 +114,13 @@ DECODE: dict[str, Callable[[Tensor], Packed]] = {
 """From blocks, bytes ``[N, blocks, bytes of a block]``."""
 
 
+def _experts(tensor: GgufTensor) -> list[GgufTensor]:
+    """The matrices of all experts, which lie one after another."""
+    count, *matrix = tensor.shape
+    size = tensor.nbytes // count
+    return [replace(tensor, shape=tuple(matrix), begin=tensor.begin + expert * size, nbytes=size) for expert in range(count)]
+
+
 class GgufFile:
     """The tensors of a model in GGUF files, under the names that they have in Hugging Face checkpoints.
 
@@ -123,19 +136,50 @@ class GgufFile:
         self._tensors: dict[str, tuple[Path, GgufTensor]] = {}
         self._maps: dict[Path, mmap.mmap] = {}
         self._orders: dict[str, Tensor] = {}
+        self._offsets: set[str] = set()
+        self._columns: dict[str, tuple[Tensor, int]] = {}
         for header in headers:
             for tensor in header.tensors.values():
                 if (name := hf_name(headers[0], tensor.name)) is None:
                     continue
+                if "#" in name and len(tensor.shape) == 3:
+                    for expert, part in enumerate(_experts(tensor)):
+                        self._tensors[name.replace("#", str(expert))] = (header.file, part)
+                    continue
                 if tensor.type not in _FLOATS and len(tensor.shape) != 2:
                     expected = f"a matrix, or one of {', '.join(_FLOATS)}"
                     raise CheckpointError(f"{header.file}: {plain(tensor.name)}", expected, f"{tensor.type} of shape {list(tensor.shape)}")
+                if name.endswith(_CONVOLUTION) and len(tensor.shape) == 2:
+                    tensor = replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
+                if name.endswith(_SHARED_GATE) and len(tensor.shape) == 1:
+                    tensor = replace(tensor, shape=(1, *tensor.shape))
                 self._tensors[name] = (header.file, tensor)
+                if (tiles := tiling(headers[0], tensor.name)) is not None:
+                    self._place(name, tiles)
+                if norm_offset(headers[0], tensor.name):
+                    self._offsets.add(name)
                 if (heads := row_order(headers[0], tensor.name)) is not None:
                     if tensor.shape[0] % (2 * heads):
                         expected = f"rows of {heads} heads of an even width"
                         raise CheckpointError(f"{header.file}: {plain(tensor.name)}", expected, f"{tensor.shape[0]} rows")
                     self._orders[name] = torch.arange(tensor.shape[0]).view(heads, -1, 2).transpose(1, 2).flatten()
+
+    def _place(self, name: str, tiles: Tiling) -> None:
+        """Note where the value heads of a tensor lie.
+
+        Raises:
+            CheckpointError: it has another number of rows or columns.
+        """
+        file, tensor = self._tensors[name]
+        extent = tensor.shape[1 if tiles.columns else 0]
+        if extent != (wanted := tiles.before + tiles.repeats * tiles.key_heads * tiles.size):
+            raise CheckpointError(f"{file}: {plain(tensor.name)}", f"{wanted} {'columns' if tiles.columns else 'rows'}", extent)
+        order = torch.arange(tiles.repeats * tiles.key_heads).view(tiles.repeats, tiles.key_heads).T.flatten()
+        if tiles.columns:
+            self._columns[name] = order, tiles.size
+            return
+        rows = (order[:, None] * tiles.size + torch.arange(tiles.size)).flatten()
+        self._orders[name] = torch.cat((torch.arange(tiles.before), tiles.before + rows))
 
     def names(self) -> list[str]:
         """Names of the tensors that are stored as floats."""
@@ -150,6 +194,13 @@ class GgufFile:
         """A tensor of numbers."""
         _, tensor = self._tensors[name]
         found = self._bytes(name).view(_FLOATS[tensor.type]).view(tensor.shape)
+        if name in self._offsets:  # exact near 1, and what the network adds 1 to
+            found = found.float() - 1
+        if name.endswith(_DECAY):
+            found = (-found.float()).log()
+        if name in self._columns:
+            order, size = self._columns[name]
+            found = found.unflatten(1, (-1, size))[:, order].flatten(1)
         return found[self._orders[name]] if name in self._orders else found
 
     def part(self, name: str, dim: int, begin: int, length: int) -> Tensor:
@@ -178,7 +229,26 @@ class GgufFile:
         block = self._bytes(name).view(tensor.shape[0], -1, size)
         if name in self._orders:
             block = block[self._orders[name]]
-        return DECODE[tensor.type](block)
+        return self._with_columns(name, DECODE[tensor.type](block))
+
+    def _with_columns(self, name: str, weight: Packed) -> Packed:
+        """The same with its columns where a Hugging Face checkpoint has them. A group of scales wider than a part that moves is cut.
+
+        Raises:
+            CheckpointError: a part that cuts a group of codes.
+        """
+        if name not in self._columns:
+            return weight
+        (order, size), (file, tensor) = self._columns[name], self._tensors[name]
+        if size % weight.group:
+            expected = f"groups of channels that divide the {size} of a head"
+            raise CheckpointError(f"{file}: {plain(tensor.name)}", expected, f"{tensor.type}, groups of {weight.group}")
+
+        def moved(part: Tensor) -> Tensor:
+            whole = part.repeat_interleave(-(-len(order) // part.shape[1]), 1) if part.shape[1] < len(order) else part
+            return whole.unflatten(1, (len(order), -1))[:, order].flatten(1)
+
+        return weight.with_tensors({field: moved(part) for field, part in weight.tensors.items()})
 
     def _outline(self, name: str) -> Packed:
         _, tensor = self._tensors[name]
@@ -187,4 +257,4 @@ class GgufFile:
         rows = {
             field: torch.empty((tensor.shape[0], *part.shape[1:]), dtype=part.dtype, device="meta") for field, part in found.tensors.items()
         }
-        return found.with_tensors(rows)
+        return self._with_columns(name, found.with_tensors(rows))

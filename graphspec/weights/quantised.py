@@ -1,7 +1,8 @@
 """Quantised tensors of safetensors files: what a layer has is recognised by the names, dtypes and shapes of its tensors.
 
 Every layout here is published: DeepSeek's and Qwen's FP8 blocks, compressed-tensors (FP8, int8, packed int4 and int8, NVFP4, MXFP4), GPTQ,
-AWQ and ModelOpt. Recognising reads no data, so a layout that can't be loaded is refused before anything is read.
+AWQ, ModelOpt, and gpt-oss's experts in MXFP4. Recognising reads no data, so a layout that can't be loaded is refused before anything is
+read.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where each of eight columns lies among the nibbles of AWQ's words."""
 ACTIVATION_SCALES = ("input_scale", "input_global_scale", "output_scale", "input_zero_point")
 """Scales of activations, which stay in the dtype of the model here."""
+BLOCKS = "_blocks"
+"""End of the name of a tensor with the codes of all experts of a layer (gpt-oss)."""
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale")
 
 
@@ -109,6 +112,9 @@ def codes_of(stored: Stored, names: Iterable[str], quantisation: Quantisation) -
         if codes is not None:
             found[f"{prefix}weight"] = codes
             used[f"{prefix}weight"] = [prefix + part for part in (*own, *ACTIVATION_SCALES) if part in parts]
+        for stem in (part.removesuffix(BLOCKS) for part, (_, dtype) in parts.items() if part.endswith(BLOCKS) and dtype == "U8"):
+            found[prefix + stem] = _expert_blocks(layer, stem)
+            used[prefix + stem] = [f"{prefix}{stem}{BLOCKS}", f"{prefix}{stem}_scales"]
     return found, used
 
 
@@ -264,6 +270,30 @@ def _packed_floats(layer: Layer, part: str, overall: str, divides: bool) -> Code
     whole = None if powers else _meta(torch.float32, outputs, 1)
     outline = Packed(_meta(torch.uint8, outputs, pairs), scales, "e2m1", group, super_scales=whole, divides=divides and not powers)
     return _codes(layer, (outputs, channels), "mxfp4" if powers else "nvfp4", make, outline)
+
+
+def _expert_blocks(layer: Layer, stem: str) -> Codes:
+    """MXFP4 of all experts in one tensor: bytes ``[E, N, groups, 16]`` and scales ``[E, N, groups]``, powers of two."""
+    part, scale_part = stem + BLOCKS, f"{stem}_scales"
+    shape = layer.parts[part][0]
+    if len(shape) != 4 or shape[3] != 16:
+        raise layer.error(part, "shape [experts, rows, groups, 16]")
+    layer.need(scale_part, shape[:3], dtypes=("U8",))
+    rows, groups = shape[0] * shape[1], shape[2]
+
+    def make() -> Packed:
+        codes = layer.read(part).reshape(rows, 16 * groups)
+        return Packed(codes, layer.read(scale_part).reshape(rows, groups).view(torch.float8_e8m0fnu), "e2m1", 32)
+
+    outline = Packed(_meta(torch.uint8, rows, 16 * groups), _meta(torch.float8_e8m0fnu, rows, groups), "e2m1", 32)
+    check_packed(outline, key := layer.stored.key(layer.prefix + stem))
+
+    def checked() -> Packed:
+        made = make()
+        check_packed(made, key)
+        return made
+
+    return Codes((rows, 32 * groups), "mxfp4", checked, lambda: outline)
 
 
 def _nibbles(packed: Tensor) -> Tensor:

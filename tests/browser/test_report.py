@@ -13,13 +13,13 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from graphspec.lab.measure.results import read_results
 from graphspec.lab.report import page as report
-from tests.support.report_records import HOSTILE, records, side, write
+from tests.support.report_records import HOSTILE, provenance, records, side, write
 
 pytestmark = pytest.mark.browser
 
 ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 ARGUMENTS += ["--disable-component-update", "--disable-sync", "--no-first-run"]
-CHARTS = ["throughput", "comparison", "acceptance-unconditional", "acceptance-conditional"]
+CHARTS = ["throughput", "comparison", "arrivals", "pareto", "acceptance-unconditional", "acceptance-conditional", "along-text", "by-prompt"]
 CHARTS += ["stages", "gaps", "bursts", "shapes-0", "prediction"]
 MARKS = ".bars .point path, .scatterlayer .points path, .scatterlayer .js-line, .heatmaplayer image"
 HOSTILE_GENERATION = 3
@@ -220,6 +220,85 @@ def test_probabilities_are_drawn_and_missing_ones_are_not_made_up(open_page: Ope
     assert len(set(widths)) == len(widths) > 1
     numbers = page.locator("#viewer .node .number").all_text_contents()
     assert sorted(numbers) == sorted(f"{node['probability']:.2f}"[1:] if node["probability"] >= 0.005 else "<.01" for node in nodes[1:])
+
+
+def test_a_nodes_probability_given_the_path_is_next_to_the_paths(open_page: Open, lines: list[dict[str, Any]]) -> None:
+    page = open_page()
+    nodes = next(line for line in lines if line["kind"] == "generation")["cycles"][0]["nodes"]
+    pairs = [(node["probability"] / nodes[node["parent"]]["probability"], node["probability"]) for node in nodes if node["depth"] > 1]
+    rounded = [[float(f"{p:.{report.PROBABILITY_DIGITS}g}") for p in pair] for pair in pairs]
+    expected = sorted(tuple(f"{p:.2f}"[1:] if p >= 0.005 else "<.01" for p in pair) for pair in rounded)
+    drawn = page.locator("#viewer .node:has(.given)").evaluate_all(
+        "nodes => nodes.map(node => ['.token', '.given', '.number'].map(part => node.querySelector(part)).map("
+        "text => [text.textContent, text.getBoundingClientRect().left, text.getBoundingClientRect().right]))"
+    )
+    assert sorted((given, path) for _, (given, _, _), (path, _, _) in drawn) == expected
+    assert len(expected) > 3
+    for (_, _, end), (_, left, right), (_, start, _) in drawn:
+        assert end < left < right < start
+    assert "probability given the path before, then of the whole path" in (page.locator("#viewer-probability-key").text_content() or "")
+
+
+@pytest.mark.parametrize("width", [1400, 400])
+def test_the_trees_box_ends_with_the_tree(open_page: Open, width: int, lines: list[dict[str, Any]]) -> None:
+    """Of every cycle; what steps through the cycles stays in its place."""
+    page = open_page(width)
+    heights, places = set(), set()
+    for _ in next(line for line in lines if line["kind"] == "generation")["cycles"]:
+        box, tree, last = page.locator("#viewer-box").evaluate(
+            "box => [box.offsetHeight, box.querySelector('svg').getBoundingClientRect().height,"
+            " Math.max(...[...box.querySelectorAll('.node rect')].map(rect => rect.getBoundingClientRect().bottom))"
+            " - box.querySelector('svg').getBoundingClientRect().top]"
+        )
+        assert tree <= box <= tree + 16
+        assert 0 < tree - last < 30, "the tree itself ends with its lowest node"
+        heights.add(box)
+        places.add(page.locator("#viewer-next").evaluate("button => button.getBoundingClientRect().top + window.scrollY"))
+        if page.locator("#viewer-next").is_enabled():
+            page.locator("#viewer-next").click()
+    assert len(heights) > 3
+    assert len(places) == 1
+
+
+@pytest.mark.parametrize("width", [1400, 400])
+def test_both_sides_of_one_request_share_a_time_axis(open_page: Open, width: int) -> None:
+    """Drawn bars are as long as their times, in one row per side, with the plain side's further to the right."""
+    page = open_page(width)
+    traces = page.evaluate(
+        "[...document.querySelectorAll('#arrivals .barlayer .trace')].map(trace => [...trace.querySelectorAll('.point path')].map("
+        "path => path.getBBox()).map(box => [box.x, box.x + box.width, box.y]))"
+    )
+    data = page.evaluate("document.getElementById('arrivals').data.map(trace => [Array.from(trace.base), Array.from(trace.x)])")
+    assert len(traces) == len(data) == 4
+    scale = (traces[0][0][1] - traces[0][0][0]) / data[0][1][0]
+    for bars, (starts, spans) in zip(traces, data, strict=True):
+        assert len(bars) == len(starts)
+        assert [left for left, _, _ in bars] == pytest.approx([scale * start for start in starts], abs=1)
+        assert [right for _, right, _ in bars] == pytest.approx([scale * (a + b) for a, b in zip(starts, spans, strict=True)], abs=1)
+    rows = [{round(top) for _, _, top in bars} for bars in traces]
+    assert rows[0] == rows[1] != rows[2] == rows[3]
+    assert max(right for _, right, _ in traces[3]) > max(right for _, right, _ in traces[1])
+
+
+def test_caveats_and_provenance_unfold(browser: Browser, tmp_path: Path) -> None:
+    lines = [provenance(trace="trace.json"), *(side(f"draft {n}", "subject", 1, 10.0 * n, [n, 1, n + 1], rounds=1) for n in range(1, 6))]
+    results = read_results([str(write(tmp_path, lines))])
+    (tmp_path / "trace.json").write_text("{}", encoding="utf-8")
+    out = tmp_path / "report.html"
+    out.write_text(report.page(results, report.plotly_script(), tmp_path), encoding="utf-8")
+    page = browser.new_page(offline=True)
+    page.goto(out.as_uri())
+    assert page.get_by_text("534ecac9").first.is_hidden()
+    names = page.get_by_text("draft 1, draft 2, draft 3, draft 4, draft 5.")
+    assert names.is_hidden()
+    page.get_by_text("those of 5 sides.").click()
+    assert names.is_visible()
+    page.locator("#provenance summary").first.click()
+    assert page.get_by_text("534ecac9").first.is_visible()
+    link = page.get_by_role("link", name="trace.json")
+    assert link.is_visible() and link.evaluate("link => link.href") == (tmp_path / "trace.json").as_uri()
+    assert page.get_by_role("link", name="Perfetto").get_attribute("href") == "https://ui.perfetto.dev"
+    page.close()
 
 
 @pytest.mark.parametrize("width", [1400, 400])

@@ -1,4 +1,4 @@
-"""Third-party clients: OpenAI's own, lm-eval and guidellm. ``make test-clients`` installs them."""
+"""Third-party clients: OpenAI's own, lm-eval, guidellm and aiperf. ``make test-clients`` installs them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def engines(target: Path) -> Iterator[dict[str, LLM]]:
         yield {"eagle3": eagle3, "none": none}
 
 
-def run(words: list[str | Path], folder: Path) -> str:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OPENAI_API_KEY": "none"}
+def run(words: list[str | Path], folder: Path, **variables: str) -> str:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OPENAI_API_KEY": "none", **variables}
     done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=LIMIT, env=environment, cwd=folder)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return done.stdout
@@ -126,3 +126,27 @@ def test_guidellm(clients: Path, engines: dict[str, LLM], target: Path, tmp_path
         server.idle()
         assert server.metric("vllm:generation_tokens_total") >= count * new
         assert server.metric("vllm:request_success_total", finished_reason="length") >= count
+
+
+def test_aiperf_reads_acceptance(clients: Path, engines: dict[str, LLM], target: Path, tmp_path: Path) -> None:
+    """From ``metrics.speculative_decoding`` of every stream, as from vLLM; all of them together are the server's own counters."""
+    count, new = 12, 24
+    with serving(engines["eagle3"]) as server:
+        words = [
+            "profile", "--model", MODEL, "--url", server.url, "--endpoint-type", "completions", "--streaming", "--concurrency", "4",
+            "--request-count", str(count), "--isl", "48", "--osl", str(new), "--tokenizer", target, "--extra-inputs", "ignore_eos:true",
+            "--use-server-token-count", "--workers-max", "1", "--ui-type", "simple", "--no-gpu-telemetry", "--no-server-metrics",
+            "--artifact-dir", tmp_path / "out",
+        ]  # fmt: skip
+        # Offline it takes a name for a folder of the cache alone.
+        run([clients / "aiperf", *words], tmp_path, HF_HUB_OFFLINE="")
+        server.idle()
+        totals = {
+            "total_accepted_draft_tokens": "vllm:spec_decode_num_accepted_tokens_total",
+            "total_draft_tokens": "vllm:spec_decode_num_draft_tokens_total",
+            "total_spec_decode_steps": "vllm:spec_decode_num_drafts_total",
+        }
+        [export] = (tmp_path / "out").rglob("profile_export_aiperf.json")
+        found = json.loads(export.read_text())
+        assert {name: found[name]["avg"] for name in totals} == {name: server.metric(metric) for name, metric in totals.items()}
+        assert found["spec_decode_acceptance_length"]["avg"] > 1 and found["total_spec_decode_steps"]["avg"] > count

@@ -28,6 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     "deepseek_v3": {"rope_parameters": YARN},
     "glm4_moe": {},
+    "glm4_moe_lite": {"mlp_layer_types": ["sparse", "dense"]},
 }
 LENGTH, LAYERS = 14, 2
 
@@ -54,6 +55,9 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, A
         ("glm4_moe", "none", {}, 16, 3),
         ("glm4_moe", "mtp", CHAIN, 4, 3),
         ("glm4_moe", "mtp", TREE, 16, 3),
+        ("glm4_moe_lite", "none", {}, 4, 3),
+        ("glm4_moe_lite", "mtp", CHAIN, 16, 1),
+        ("glm4_moe_lite", "mtp", TREE, 4, 3),
         ("deepseek_v2", "mtp", CHAIN, 16, 1),
         ("deepseek_v2", "mtp", TREE, 1, 3),
         ("deepseek_v3", "mtp", WIDE, 4, 3),

@@ -9,14 +9,15 @@ import subprocess
 import sys
 import threading
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from graphspec.api.llm import LLM, SamplingParams
-from graphspec.errors import ConfigError, ResourceError
-from graphspec.shapes import GREEDY, SamplingClass
+from graphspec.errors import ConfigError, RequestError, ResourceError
+from graphspec.shapes import GREEDY, SamplingClass, SamplingDefaults, prepared_classes
 from tests.support.engines import CHAIN, Pair, ids, mirror_pair, prompts
 from tests.support.lockstep import Lockstep
 from tests.support.plans import plan as make
@@ -211,9 +212,42 @@ def test_configured_classes() -> None:
     assert make("none").sampling_classes == (GREEDY, everything)
     named = make("none", runtime={"sampling_classes": ["noise+truncate", "greedy", "greedy"], "max_logprobs": 3})
     assert named.sampling_classes == (SamplingClass(noise=True, truncate=True), GREEDY)
-    for wrong in ("truncate", "noise+noise", "all", ""):
-        with pytest.raises(ConfigError, match=r"runtime.sampling_classes\[0\]: expected greedy, everything, everything\+grammar, or some"):
+    noise = SamplingClass(noise=True)
+    names = ["default", "everything+grammar", "everything+prompt_logprobs", "prompt_logprobs+noise"]
+    assert prepared_classes(names, SamplingDefaults(temperature=0.7), 20) == (
+        noise, replace(everything, grammar=True), replace(everything, prompt_logprobs=True), replace(noise, prompt_logprobs=True)
+    )  # fmt: skip
+    for wrong in ("truncate", "noise+noise", "all", "", "default+noise", "everything+noise"):
+        with pytest.raises(
+            ConfigError, match=r"runtime.sampling_classes\[0\]: expected greedy, everything, everything\+grammar, default, or"
+        ):
             make("none", runtime={"sampling_classes": [wrong]})
+
+
+def test_a_sealed_engine_builds_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests run in the smallest class that covers them, alone and together; what none covers is refused before it waits."""
+    hot = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=0.9, seed=3)
+    scored = SamplingParams(max_tokens=3, temperature=1.0, seed=1, logprobs=1)
+    alone = pair.llm(**CHAIN)
+    wanted = [alone.generate(prompts(1), params)[0].token_ids for params in (hot, scored)]
+    llm: Any = pair.llm(**CHAIN, max_rows=2, max_logprobs=2, sampling_classes=["greedy", "noise", "logprobs"])
+    llm.seal()
+    assert {key.sampling for key in llm.cycle.programs} == {
+        GREEDY, SamplingClass(noise=True), SamplingClass(logprobs=2), SamplingClass(noise=True, logprobs=2)
+    }  # fmt: skip
+    monkeypatch.setattr(llm.cycle, "_build", lambda key: pytest.fail(f"built {key}"))
+    streams = [llm.submit(prompts(1), params) for params in (hot, scored)]
+    for stream in streams:
+        while not stream.ended:
+            stream.wait()
+    assert [stream.requests[0].output for stream in streams] == wanted
+    assert ids(llm.generate(prompts(1), PARAMS)) == expected(pair, prompts(1), LENGTH)
+    for params, field in (({"prompt_logprobs": 1}, "prompt_logprobs"), ({"temperature": 1.0, "top_k": 5}, "top_k, top_p, min_p")):
+        with pytest.raises(
+            RequestError, match=rf"sampling\.{field}: expected the default, since no class of runtime\.sampling_classes has"
+        ):
+            llm.generate(prompts(1), SamplingParams(max_tokens=3, **params))
+    assert_idle(llm)
 
 
 def test_all_configured_classes_are_prepared_together(pair: Pair) -> None:

@@ -15,8 +15,10 @@ from graphspec.kernels.attention.latent_chunk_attention import latent_chunk_atte
 from graphspec.kernels.attention.latent_kv_write import latent_kv_write
 from graphspec.kernels.linear.fused import moe_mlp as fused_mlp
 from graphspec.kernels.linear.fused import moe_route as fused_route
+from graphspec.kernels.linear.fused import packed_moe_mlp as fused_packed_mlp
 from graphspec.kernels.linear.moe_mlp import moe_mlp
 from graphspec.kernels.linear.moe_route import moe_route
+from graphspec.kernels.linear.packed import Packed, dequantise
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -155,6 +157,35 @@ def test_moe(tokens: int, topk: int, experts: int, hidden: int, width: int, gate
     out = fused_mlp.OP(**case)
     assert_float_law(out, moe_mlp(**case), moe_mlp(**double(case)))
     assert torch.equal(fused_mlp.OP(**case), out)
+
+
+@pytest.mark.references("packed_moe_mlp")
+@pytest.mark.parametrize("tokens", [1, 9, 200])
+def test_packed_experts_have_the_bits_of_their_numbers(tokens: int) -> None:
+    """MXFP4 with biases and clamped gates, as in gpt-oss."""
+    experts, topk, hidden, width = 16, 4, 960, 736
+    generator = torch.Generator(DEVICE).manual_seed(tokens)
+
+    def weight(rows: int, channels: int) -> Packed:
+        codes = torch.randint(0, 256, (rows, channels // 2), generator=generator, device=DEVICE, dtype=torch.uint8)
+        powers = torch.randint(119, 122, (rows, channels // 32), generator=generator, device=DEVICE, dtype=torch.uint8)
+        return Packed(codes, powers.view(torch.float8_e8m0fnu), "e2m1", 32)
+
+    gate_up, down = weight(experts * 2 * width, hidden), weight(experts * hidden, width)
+    case = {
+        "x_TH": torch.randn(tokens, hidden, generator=generator, device=DEVICE).bfloat16(),
+        "index_TK": torch.rand(tokens, experts, generator=generator, device=DEVICE).topk(topk).indices,
+        "weight_TK": torch.rand(tokens, topk, generator=generator, device=DEVICE),
+        "gate_up_bias_EF": torch.randn(experts, 2 * width, generator=generator, device=DEVICE).bfloat16(),
+        "down_bias_EH": torch.randn(experts, hidden, generator=generator, device=DEVICE).bfloat16(),
+        "alpha": 1.702,
+        "limit": 7.0,
+    }
+    numbers = {"gate_up_EFH": dequantise(gate_up, torch.bfloat16), "down_EHF": dequantise(down, torch.bfloat16)}
+    numbers = {name: one.unflatten(0, (experts, -1)) for name, one in numbers.items()}
+    expected = fused_mlp.OP(**case, **numbers)
+    assert_float_law(expected, moe_mlp(**case, **numbers), moe_mlp(**double(case | numbers)))
+    assert torch.equal(fused_packed_mlp.OP(**case, gate_up=gate_up, down=down), expected)
 
 
 def test_moe_bits_do_not_depend_on_the_batch_and_replay() -> None:

@@ -74,7 +74,7 @@ def test_threads_change_nothing() -> None:
 @pytest.mark.parametrize("dim", [DIM, 64])
 @pytest.mark.parametrize("threads", [1, 2, 7])
 def test_few_queries_over_many_keys_attend_as_many_do(dim: int, threads: int) -> None:
-    """Few queries divide keys and channels among threads, many divide queries: the bits are those of a query alone."""
+    """Few queries divide keys among threads, many divide queries: the bits are those of a query alone."""
     tokens, length, few = 30, 1100, 4
     generator = torch.Generator().manual_seed(dim)
     pool, table = random_pool(generator, lanes=2, columns=71, page_size=16, heads=GROUPS, dim=dim, layers=2)
@@ -137,8 +137,54 @@ def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
     rest = (1, table, begin, torch.tensor([9, 9]), torch.ones(2, 1, 1, dtype=torch.int64), 0.2)
     with pytest.raises(ConfigError, match=r"query: expected torch\.float32"):
         native.tree_attention(query.to(dtype), pool, *rest)
-    with pytest.raises(ConfigError, match=r"kv_pool: expected torch\.float32.*kernels\.attention=reference"):
-        native.tree_attention(query, pool.to(dtype), *rest)
+
+
+def test_pools_of_other_dtypes_are_refused() -> None:
+    pool, table = pool_and_table(16, 2)
+    query, begin = torch.randn(2, 1, HEADS, DIM), torch.zeros(2, 1, dtype=torch.int64)
+    rest = (1, table, begin, torch.tensor([9, 9]), torch.ones(2, 1, 1, dtype=torch.int64), 0.2)
+    with pytest.raises(ConfigError, match=r"kv_pool: expected one of torch\.float32, .*torch\.float16, found torch\.float64"):
+        native.tree_attention(query, pool.double(), *rest)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [33, 64])
+@pytest.mark.parametrize("length", [21, 1100])
+def test_a_pool_of_16_bits_gives_the_bits_of_its_numbers_in_float32(dtype: torch.dtype, dim: int, length: int) -> None:
+    generator = torch.Generator().manual_seed(dim)
+    pool, table = random_pool(generator, lanes=2, columns=72, page_size=16, heads=GROUPS, dim=dim, layers=2)
+    narrow = pool.to(dtype)
+    narrow[0, 0, table[0, 0].long(), 0] = torch.tensor([6.1e-5, -3e-6, 0.0, 6e-8]).to(dtype).repeat(16)[:dim]  # small and denormal ones
+    begin, end = torch.zeros(2, 40, dtype=torch.int64), torch.full((2,), length)
+    for tokens in (1, 3, 40):
+        query = torch.randn(2, tokens, HEADS, dim, generator=generator)
+        words = ((1 << (torch.arange(tokens) + 1)) - 1)[None, :, None].expand(2, -1, -1)
+        where = 0, table, begin[:, :tokens], end, words
+        found, wide = (native.tree_attention(query, each, *where, 0.2) for each in (narrow, narrow.float()))
+        assert torch.equal(found, wide)
+
+
+@pytest.mark.parametrize("length", [250, 1015])
+@pytest.mark.parametrize("begin", [0, 5, 300])
+def test_nodes_on_both_sides_of_a_tile_attend_as_in_a_chain(length: int, begin: int) -> None:
+    """Nodes of a tree against each of them after its own path: positions decide what is summed together, not slots of the window."""
+    generator = torch.Generator().manual_seed(length)
+    pool, table = random_pool(generator, lanes=1, columns=70, page_size=16, heads=GROUPS, dim=DIM, layers=1)
+    tokens, end, move = 40, torch.tensor([length]), select_kernels("reference", "native", "cpu").kv_move
+    parents = [-1, *(max(0, n - 1 - n % 3) for n in range(1, tokens))]
+    paths: list[list[int]] = []
+    for n, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), n])
+    words = torch.tensor([sum(1 << n for n in path) for path in paths])[None, :, None]
+    query, begins = torch.randn(1, tokens, HEADS, DIM, generator=generator), torch.full((1, tokens), min(begin, length))
+    together = native.tree_attention(query, pool, 0, table, begins, end, words, 0.2)
+    assert max(map(len, paths)) > 10, "paths that cross the border of a tile"
+    for n, path in enumerate(paths):
+        own = pool.clone()
+        move(own, table, end, torch.tensor([path]), torch.tensor([len(path)]))
+        one = query[:, n : n + 1], own, 0, table, begins[:, :1]
+        alone = native.tree_attention(*one, end + len(path), torch.zeros(1, 1, 1, dtype=torch.int64), 0.2)
+        assert torch.equal(alone[0, 0], together[0, n])
 
 
 def test_heads_must_divide() -> None:

@@ -66,22 +66,31 @@ def assert_float_law(found: torch.Tensor, reference: torch.Tensor, oracle: torch
     assert (found.double() - oracle)[finite].abs().max() <= 2 * own + eps
 
 
-def product_of_numbers(name: str) -> Callable[..., Any]:
-    """``packed_linear`` by an implementation of ``linear``."""
-    [linear] = [op for op in OPS if op.name == "linear"]
+PACKED = {"packed_linear": "linear", "packed_moe_mlp": "moe_mlp"}
+"""Ops on weights of low precision, and those on numbers whose bits they have."""
+
+
+def of_numbers(packed: str, name: str) -> Callable[..., Any]:
+    """An op of :data:`PACKED` by an implementation of the op on numbers."""
+    [op] = [op for op in OPS if op.name == PACKED[packed]]
 
     def multiply(x: Any, weight: Packed, *rest: Any, **named: Any) -> Any:
-        return linear.implementation(name)(x, dequantise(weight, x.dtype), *rest, **named)
+        return op.implementation(name)(x, dequantise(weight, x.dtype), *rest, **named)
 
-    return multiply
+    def mix(x_TH: Any, index_TK: Any, weight_TK: Any, gate_up: Packed, down: Packed, **named: Any) -> Any:
+        experts = down.shape[0] // x_TH.shape[1]
+        numbers = (dequantise(weight, x_TH.dtype).unflatten(0, (experts, -1)) for weight in (gate_up, down))
+        return op.implementation(name)(x_TH, index_TK, weight_TK, *numbers, **named)
+
+    return multiply if packed == "packed_linear" else mix
 
 
 @pytest.mark.parametrize(("op", "name"), PAIRS)
 @pytest.mark.parametrize("seed", range(4))
 def test_implementation_equals_reference(op: KernelOp, name: str, seed: int) -> None:
-    # The law of packed_linear is the stricter one: its implementations have the bits of their own products of the numbers.
-    packed = op.name == "packed_linear"
-    exact, expected = op.exact or packed, product_of_numbers(name) if packed else op.reference
+    # The law of these is the stricter one: their implementations have the bits of their own products of the numbers.
+    packed = op.name in PACKED
+    exact, expected = op.exact or packed, of_numbers(op.name, name) if packed else op.reference
     for case in cases(op, seed):
         reference = outputs(op, expected, case)
         found = outputs(op, op.implementation(name), case)
@@ -161,8 +170,10 @@ def test_fakes_of_operators_are_the_results_of_the_reference(op: KernelOp) -> No
 
 @pytest.mark.parametrize("op", BY_OP)
 def test_dtypes_are_annotated(op: KernelOp) -> None:
-    """Of every argument but the fields of a packed weight, whose formats differ; a plain tensor is of floating point."""
-    dtypes = {one.name: one.dtype for one in op.signature.arguments if one.group != "weight" and one.dtype is not None}
+    """Of every argument but the fields of packed weights, whose formats differ; a plain tensor is of floating point."""
+    dtypes = {
+        one.name: one.dtype for one in op.signature.arguments if one.group not in ("weight", "gate_up", "down") and one.dtype is not None
+    }
     for case in cases(op):
         for name, dtype in dtypes.items():
             if isinstance(value := case.get(name), torch.Tensor):

@@ -136,7 +136,7 @@ def test_the_floor_is_the_longer_of_the_two(llama: FloorModel) -> None:
 def test_deepseek_by_hand(deepseek: FloorModel, batch: int) -> None:
     """Rows of 576 latent numbers; of 256 experts those that 8 choices of every token are expected to hit; routers in float32.
 
-    Products are in FP8, as the config says. Experts would be too, and count in bfloat16 until they load.
+    Products and experts are in FP8, as the config says.
     """
     nodes = 4
     tokens = batch * nodes
@@ -145,7 +145,7 @@ def test_deepseek_by_hand(deepseek: FloorModel, batch: int) -> None:
     always = 61 * MLA + 3 * 3 * 7168 * 18432 + 58 * EXPERT + 7168
     codes = 61 * CODES + 3 * 3 * 7168 * 18432 + 58 * EXPERT
     found = parts(verify)
-    assert found.pop("experts") == pytest.approx(58 * hit * EXPERT * 2)
+    assert found.pop("experts") == pytest.approx(58 * hit * EXPERT * FP8)
     assert found == {
         "weights": FP8 * codes + 2 * (always - codes + 7168 * 129280) + 58 * 4 * (ROUTER + CORRECTION),
         "kv": 61 * 576 * 2 * (batch * 2048 + tokens),
@@ -163,7 +163,7 @@ def test_deepseek_by_hand(deepseek: FloorModel, batch: int) -> None:
         hit = 256 * (1 - (1 - 8 / 256) ** (batch * rows))
         assert stage.passes == passes
         assert found["weights"] == passes * head
-        assert found["experts"] == pytest.approx(passes * hit * EXPERT * 2)
+        assert found["experts"] == pytest.approx(passes * hit * EXPERT * FP8)
         assert found["kv"] == passes * 576 * 2 * (batch * 2048 + batch * rows)
         assert found["logits"] == passes * batch * 129280 * 8
     assert kv_bytes_per_token(deepseek.target, 2) == 61 * 576 * 2
@@ -189,6 +189,23 @@ def test_a_tied_head_is_read_and_counted_once() -> None:
     assert loose.target_weights.number - tied.target_weights.number == 50 * 16
     assert tied.target_weights.numbers["head"] == 50 * 16 and tied.target_weights.numbers["embedding"] == 0
     assert [s.parts for s in tied.stages(PLAIN, 2, 10)] == [s.parts for s in loose.stages(PLAIN, 2, 10)]
+
+
+@pytest.mark.parametrize(("name", "layers", "experts"), [("gpt-oss-120b", 36, 128), ("gpt-oss-20b", 24, 32)])
+def test_gpt_oss_by_hand(name: str, layers: int, experts: int) -> None:
+    """Experts in MXFP4, half a byte and a scale of a byte for 32 numbers; everything else in bfloat16, half of the layers with a window."""
+    model = floor_model(name, "none")
+    attention = 2880 * (4096 + 512 + 512) + (4096 + 512 + 512) + 4096 * 2880 + 2880 + 64
+    expert, biases, router = 3 * 2880 * 2880, 5760 + 2880, experts * 2881
+    layer = attention + 2 * 2880 + router + experts * biases
+    assert model.target_weights.number == layers * (layer + experts * expert) + 2880 + 2 * 201088 * 2880
+    [verify] = model.stages(PLAIN, 1, CONTEXT)
+    found = parts(verify)
+    assert found["experts"] == pytest.approx(layers * 4 * expert * (1 / 2 + 1 / 32))
+    assert found["weights"] == 2 * (layers * layer + 2880 + 201088 * 2880)
+    assert found["kv"] == 2 * 8 * 64 * 2 * layers // 2 * (2048 + 1 + 128 + 1)
+    tokens = model.stages(CycleShape(3, 1, 4), 1, CONTEXT)[-1].parts["experts"] / found["experts"]
+    assert tokens == pytest.approx(experts / 4 * (1 - (1 - 4 / experts) ** 4))
 
 
 def test_one_head_per_step_reads_each_head_once(deepseek: FloorModel) -> None:
@@ -257,7 +274,8 @@ def test_packed_weights_are_counted_as_they_are_held() -> None:
     # Of a layer only its two norms are no linear layer; the final norm is one more.
     norms = pair.target.hidden_size * (2 * pair.target.num_layers + 1)
     assert packed.target_weights.sizes["layers"] == 2 * wide.target_weights.numbers["layers"] + 2 * norms
-    assert packs_weights(config, "cpu", "float32") and not packs_weights(config, "cpu", "bfloat16")
+    assert packs_weights(config, "cpu", "float32") and packs_weights(config, "cpu", "bfloat16")
+    assert not packs_weights(load_config("variant=eagle3", "hardware=cpu", "runtime=eager"), "cpu", "float32")
     assert not packs_weights(config, "cuda", "float32") and not packs_weights(load_config("runtime=eager"), "cpu", "float32")
     paper = read_model_pair("llama-3.1-8b", VariantConfig(name="none"), resolve_variant("none"))
     assert FloorModel.of(paper.target, None, "float32", packed=True).target_weights.size == 4 * paper_parameters(paper.target)
@@ -279,7 +297,15 @@ def test_a_working_set_has_every_byte_once() -> None:
 
 
 def test_shapes_on_paper_have_no_weights() -> None:
-    assert shape_names() == ["deepseek-v3", "llama-3.1-70b", "llama-3.1-8b", "qwen3.6-27b", "qwen3.6-27b-fp8"]
+    assert shape_names() == [
+        "deepseek-v3",
+        "gpt-oss-120b",
+        "gpt-oss-20b",
+        "llama-3.1-70b",
+        "llama-3.1-8b",
+        "qwen3.6-27b",
+        "qwen3.6-27b-fp8",
+    ]
     with pytest.raises(ConfigError, match="only the shape comes with the package") as error:
         LLM("llama-3.1-8b")
     assert error.value.key == "model.path"

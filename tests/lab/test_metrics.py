@@ -16,9 +16,11 @@ from graphspec.lab.measure.metrics import (
     Round,
     Timeline,
     acceptance,
+    acceptance_within,
     closed_loop_arrivals,
     downsampled,
     figures,
+    first_request,
     latency,
     percentile,
     ratio,
@@ -78,6 +80,32 @@ def test_depths_that_change_are_counted_where_they_reach() -> None:
     assert found["acceptance_unconditional"] == pytest.approx([2 / 3, 1 / 2]) and found["acceptance_conditional"] == pytest.approx(
         [2 / 3, 1]
     )
+
+
+def test_acceptance_is_followed_along_the_text_and_by_request() -> None:
+    """A cycle counts where it began; plain cycles, cut ones and requests that were not served count nowhere, but their tokens do."""
+    long = replace(BURSTY, bursts=[(10.5, 1), (11.0, 32)], cycles=[CycleCount(4, 3, 3), *[CycleCount(1, 0, 0)] * 20, CycleCount(2, 3, 3)])
+    lost = replace(BURSTY, reason="abort")
+    found = acceptance_within([Round([long, lost, BURSTY]), Round([long, BURSTY, replace(BURSTY, cut=True)])])
+    assert found["acceptance_by_request"] == {"0": 3.0, "1": pytest.approx(8 / 3), "2": pytest.approx((3 + 1 + 4 + 3 + 1) / 5)}
+    assert found["stretch_tokens"] == 3, "33 tokens in at most 16 parts"
+    # Cycles began at 1 (all requests), 4 and 5 (the short ones) and, after 20 plain ones, 25.
+    expected = [(4 + 4 + 3 + 3 + 3) / 5, (1 + 4 + 1 + 4 + 1) / 5, *[None] * 6, 2.0, None, None]
+    assert found["acceptance_along_text"] == pytest.approx(expected)
+    plain = replace(BURSTY, cycles=[CycleCount(1, 0, 0)] * 8)
+    assert acceptance_within([Round([plain])]) == {"acceptance_by_request": {}, "acceptance_along_text": [], "stretch_tokens": 0}
+
+
+def test_the_first_request_is_that_of_the_round_of_median_speed() -> None:
+    def slowed(factor: float) -> Round:
+        bursts = [(10 + factor * (time - 10), tokens) for time, tokens in BURSTY.bursts]
+        return Round([replace(BURSTY, bursts=bursts, finished=bursts[-1][0])])
+
+    found = first_request([slowed(9.0), slowed(1.0), slowed(2.0)])
+    assert [moment for moment, _ in found] == pytest.approx([1000, 1400, 1600, 2200]) and [tokens for _, tokens in found] == [1, 3, 1, 4]
+    assert first_request([Round([replace(BURSTY, reason="abort"), BURSTY])]) == []
+    endless = replace(BURSTY, bursts=[(10.0 + n, 3) for n in range(1000)])
+    assert sum(tokens for _, tokens in first_request([Round([endless])])) == 258
 
 
 def test_a_single_token_has_no_time_per_output_token() -> None:

@@ -201,9 +201,64 @@ def test_the_viewer_gets_every_cycle(tmp_path):
     assert shown["prompt"].startswith(PROMPT)
     assert [cycle["emitted"] for cycle in shown["cycles"]] == [cycle["emitted"] for cycle in reported["cycles"]]
     for ours, theirs in zip(shown["cycles"], reported["cycles"], strict=True):
-        for (token, text, parent, probability, accepted), node in zip(ours["nodes"], theirs["nodes"], strict=True):
+        for (token, text, parent, probability, accepted, given), node in zip(ours["nodes"], theirs["nodes"], strict=True):
             assert (token, text, parent, bool(accepted)) == (node["token"], node["text"], node["parent"], node["accepted"])
             assert probability == (None if node["probability"] is None else pytest.approx(node["probability"], rel=1e-3))
+            above = theirs["nodes"][parent]["probability"] if parent >= 0 else None
+            unknown = above is None or node["probability"] is None
+            assert given == (None if unknown else pytest.approx(node["probability"] / above, rel=1e-3))
+
+
+def test_a_path_that_is_likelier_than_its_beginning_has_no_probability_given_it(tmp_path):
+    """Such scores are no probabilities, so their quotient is none."""
+    reported = generation()
+    reported["cycles"][0]["nodes"][1] |= {"parent": 0, "probability": 0.25}
+    reported["cycles"][0]["nodes"][2] |= {"parent": 1, "probability": 0.5}
+    [shown] = json.loads(render(tmp_path, [provenance(), reported])[1].scripts["generations-data"])
+    assert [node[5] for node in shown["cycles"][0]["nodes"][:3]] == [None, 0.25, None]
+
+
+def test_a_trace_is_linked_relative_to_the_page(tmp_path, monkeypatch):
+    """And Perfetto next to it; a trace that is gone is named."""
+    monkeypatch.setattr(page, "plotly_script", lambda: STUB)
+    (tmp_path / "results" / "of today").mkdir(parents=True)
+    (tmp_path / "results" / "of today" / "a #1.json").write_text("{}", encoding="utf-8")
+    lines = [provenance(trace="of today/a #1.json"), side("x", "subject", 1, 10.0), provenance(trace="../gone.json")]
+    write(tmp_path / "results", lines)
+    out = tmp_path / "pages" / "report.html"
+    with pytest.raises(SystemExit) as done:
+        cli.main(["report", f"report.files=[{tmp_path / 'results'}]", f"report.out={out}"])
+    assert done.value.code == 0
+    text = out.read_text(encoding="utf-8")
+    document = Document(text)
+    links = [attributes["href"] for tag, attributes in document.elements if tag == "a" and not attributes["href"].startswith("#")]
+    assert links == ["https://ui.perfetto.dev", "../results/of%20today/a%20%231.json"]
+    assert "gone.json, which is not where it was written" in "".join(document.words)
+    assert set(re.findall(r"\bhttps?:[^\s\"'`<)]+", text)) == {"http://www.w3.org/2000/svg", "https://ui.perfetto.dev"}
+
+
+def folded(text: str) -> str:
+    """The page without its details, which are closed; their summaries stay."""
+    while (
+        rest := re.sub(r"<details>((?:(?!<details).)*?)</details>", lambda inner: inner[1].split("</summary>")[0], text, flags=re.S)
+    ) != text:
+        text = rest
+    assert "<details" not in text
+    return "".join(Document(text).words)
+
+
+def test_hashes_and_repeated_notes_are_folded_away(tmp_path):
+    lonely = [side(f"draft {n}", "subject", 1, 10.0 * n, [n, 1, n + 1], rounds=1, core_wait=0.5) for n in range(1, 6)]
+    text, document = render(tmp_path, [provenance(revision="534ecac9aaae112a109be31cac07bd742c269963"), *lonely])
+    seen, whole = folded(text), "".join(document.words)
+    assert "534ecac" in whole and "534ecac" not in seen
+    names = ", ".join(f"draft {n}" for n in range(1, 6))
+    assert "those of 5 sides." in seen and names in whole and names not in seen
+    assert "Busy machine. Other programs kept the processor busy" in seen and "per second timed" in whole and "per second timed" not in seen
+    assert whole.count("gap_ms: no CUDA device") == 1, "a reason that all sides share is said once"
+    lonely[0]["not_measured"] = {"gap_ms": "another reason", "nodes": "another reason"}
+    whole = "".join(render(tmp_path, [provenance(), *lonely])[1].words)
+    assert "gap_ms, nodes: another reason" in whole and whole.count("gap_ms: no CUDA device") == 4
 
 
 def test_a_generation_of_a_marked_side_carries_its_marks(tmp_path):
@@ -233,7 +288,7 @@ def test_the_wheel_takes_the_parts_of_the_page_along():
     taken = {file for pattern in config["tool"]["setuptools"]["package-data"]["graphspec.lab.report"] for file in folder.glob(pattern)}
     parts = set((folder / "web").iterdir())
     assert {file.name for file in parts} == {
-        "page.html", "parts.html", "latencies.html", "provenance.html", "viewer.html", "style.css", "charts.js", "viewer.js",
+        "page.html", "parts.html", "latencies.html", "provenance.html", "trace.html", "viewer.html", "style.css", "charts.js", "viewer.js",
     }  # fmt: skip
     assert parts <= taken
 

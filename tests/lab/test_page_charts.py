@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphspec.lab.measure import results
-from graphspec.lab.report import charts, cycle_charts, speed_charts
+from graphspec.lab.report import charts, cycle_charts, request_charts, speed_charts
 from graphspec.lab.report import tables as spelling
 from tests.support.report_page import WEB, Document, charts_of, render
 from tests.support.report_records import provenance, ratio, read, records, side
@@ -34,8 +34,12 @@ def test_every_chart_is_one_plotly_knows(whole):
     expected = {
         "throughput",
         "comparison",
+        "arrivals",
+        "pareto",
         "acceptance-unconditional",
         "acceptance-conditional",
+        "along-text",
+        "by-prompt",
         "stages",
         "gaps",
         "bursts",
@@ -63,8 +67,10 @@ def test_a_chart_without_data_is_left_out_and_listed(tmp_path):
     assert set(charts_of(document)) == {"throughput"}
     text = "".join(document.words)
     for sentence in (
-        "Against the baselines: no side", "Accepted up to position k: no side", "Where a cycle's time goes: no side",
-        "Gaps between tokens: no side",
+        "Against the baselines: no side", "One request, side by side: no speculating side",
+        "Throughput against time per token: no side",
+        "Acceptance along the text: no side", "Acceptance by prompt: no side",
+        "Accepted up to position k: no side", "Where a cycle's time goes: no side", "Gaps between tokens: no side",
         "Tokens that arrive together: no side", "Shapes: fewer than three", "Predicted against measured: no prediction",
         "A generation, cycle by cycle: no recorded", "Latency percentiles: no side", "Memory and build: no side",
     ):  # fmt: skip
@@ -140,10 +146,11 @@ def test_subjects_are_drawn_in_accents_and_baselines_in_greys(tmp_path):
     plain = {"kind": "prediction", "case": "p", "batch": 1, "shape": [0, 1, 1], "predicted_ms": 1.0, "measured_ms": 2.0}
     sides = [side("ours", "subject", batch, 9.0, [2, 1, 3], case="p", ratio=ratio("none", 1.5)) for batch in (1, 4)]
     sides += [side("none", "none", batch, 5.0, case="p", ratio=ratio("hf", 2.0)) for batch in (1, 4)]
-    sides.append(side("hf", "hf", 1, 2.5, acceptance_unconditional=[0.5], acceptance_conditional=[0.5]))
+    sides.append(side("hf", "hf", 1, 2.5, acceptance_unconditional=[0.5], acceptance_conditional=[0.5],
+                      acceptance_along_text=[1.5], acceptance_by_request={"0": 1.5}))  # fmt: skip
     document = render(tmp_path, [provenance(), *sides, plain, {**plain, "shape": [2, 1, 3]}])[1]
     greys = {f"var(--{letter}{index})" for letter in "gn" for index in range(1, 7)}
-    accents = {*charts.SUBJECT_COLOURS, *cycle_charts.BURST_COLOURS}
+    accents = {*charts.SUBJECT_COLOURS, *charts.BURST_COLOURS}
     drawn = charts_of(document)
     for name, chart in drawn.items():
         labels = chart["layout"].get("annotations", [])
@@ -151,6 +158,8 @@ def test_subjects_are_drawn_in_accents_and_baselines_in_greys(tmp_path):
             reported = [(label["text"], label["font"]["color"]) for label in labels]
         elif name == "bursts":
             reported = [(label["text"], trace["marker"]["color"][row]) for trace in chart["data"] for row, label in enumerate(labels)]
+        elif name == "arrivals":
+            reported = [(trace["name"], colour) for trace in chart["data"] for colour in trace["marker"]["color"]]
         else:
             reported = [(trace.get("name", ""), (trace.get("line", {}) | trace.get("marker", {})).get("color")) for trace in chart["data"]]
         if name == "prediction":
@@ -161,6 +170,68 @@ def test_subjects_are_drawn_in_accents_and_baselines_in_greys(tmp_path):
         assert {"ours"} < {who for who, _ in roles if who}, name
         wrong = [(who, colour) for who, colour in roles if who and colour not in (accents if who == "ours" else greys)]
         assert not wrong, name
+
+
+def test_plain_and_speculative_share_one_time_axis(tmp_path):
+    """Bars end when tokens arrived; other work, other machines and other sides are not next to it."""
+    ours = side("ours", "subject", 1, 9.0, [2, 1, 3], ratio=ratio("none", 1.5), first_request=[[5.0, 1], [9.0, 3], [12.5, 1], [16.0, 2]])
+    plain = side("none", "none", 1, 5.0, first_request=[[4.0, 1], [7.0, 1], [10.0, 1]])
+    others = [side("none", "none", 4, 5.0), side("none", "none", 1, 5.0, output_tokens=7), side("hf", "hf", 1, 5.0)]
+    found = read(tmp_path, [provenance(), ours, *others, plain, provenance(cpu="Another"), side("none", "none", 1, 5.0)])
+    chart = request_charts.arrivals(found, found.sides[0])
+    first, bars, plain_first, plain_bars = chart.figure.data
+    assert (first.base, first.x, bars.base, bars.x) == ((0.0,), (5.0,), (5.0, 9.0, 12.5), (4.0, 3.5, 3.5))
+    assert (plain_first.x, plain_bars.base, plain_bars.x) == ((4.0,), (4.0, 7.0), (3.0, 3.0))
+    assert bars.text == ("3", "", "2") and set(bars.y) == {1} and set(plain_bars.y) == {0}
+    assert bars.marker.color[0] != bars.marker.color[1] and chart.figure.layout.xaxis.range == pytest.approx((0, 16.16))
+    labels = [label.text for label in chart.figure.layout.annotations]
+    assert [label.partition(", ")[0].partition(":")[0] for label in labels] == ["ours", "none"]
+    assert [label.partition(": ")[2] for label in labels] == ["7 tokens in 16.0 ms", "3 tokens in 10.0 ms"]
+    assert request_charts.arrivals(found, None).figure is None
+    del found.sides[0].record["first_request"]
+    assert request_charts.arrivals(found, found.sides[0]).figure is None
+
+
+def test_the_front_holds_what_no_other_side_beats_in_both(tmp_path):
+    """In speed and in time per token; a side that can't be compared is never on it."""
+    known = [("slow", 10.0, 1.0), ("beaten", 9.0, 1.5), ("middle", 30.0, 2.0), ("equal", 30.0, 3.0), ("fast", 50.0, 4.0)]
+    lines = [
+        side(name, "subject", 1, speed, [2, 1, 3], tpot_ms={"p50": time}, tokens_per_second={"median": speed})
+        for name, speed, time in known
+    ]
+    lines.append(side("forced", "subject", 1, 99.0, [2, 1, 3], tpot_ms={"p50": 0.5}, synthetic=True, equal=None))
+    found = read(tmp_path, [provenance(), *lines])
+    assert [one.label for one in request_charts.front(found.sides[:5])] == ["slow", "middle", "fast"]
+    chart = request_charts.pareto(found, charts.Palette(found.sides))
+    front, *points = chart.figure.data
+    assert (front.x, front.line.shape) == ((1.0, 2.0, 4.0), "hv")
+    assert front.y == (10.0, 30.0, 50.0)
+    assert {trace.name.partition("<br>")[0]: trace.x for trace in points} == {name: (time,) for name, _, time in known} | {"forced": (0.5,)}
+    assert {row[0].partition(" ·")[0]: row[-1] for row in chart.numbers.rows if row[-1] == "yes"}.keys() == {"slow", "middle", "fast"}
+
+
+def test_next_to_lines_a_single_batch_is_a_dot_without_a_name(tmp_path):
+    lines = [side("long", "subject", batch, 9.0 * batch, [2, 1, 3]) for batch in (4, 1)] + [side("short", "subject", 1, 5.0, [3, 1, 4])]
+    lines.append(side("forced", "subject", 1, 6.0, [3, 1, 4], synthetic=True, equal=None))
+    found = read(tmp_path, [provenance(), *lines])
+    chart = request_charts.pareto(found, charts.Palette(found.sides))
+    assert [label.text for label in chart.figure.layout.annotations] == ["long"]
+    dots, line = chart.figure.data[-2:]
+    assert dots.customdata == ("short · batch 1",) and line.name == "long" and line.customdata == ("long · batch 1", "long · batch 4")
+    assert "Named are 1 of 3 sides." in chart.lede and len(chart.numbers.rows) == 4
+
+
+def test_acceptance_is_drawn_along_the_text_and_by_prompt(tmp_path):
+    ours = side("ours", "subject", 1, 9.0, [2, 1, 3], acceptance_length=2.5, acceptance_along_text=[3.0, None, 2.0], stretch_tokens=10,
+                acceptance_by_request={"0": 2.0, "3": 3.0})  # fmt: skip
+    found = read(tmp_path, [provenance(), ours, side("none", "none", 1, 5.0), side("ours", "subject", 8, 9.0, [2, 1, 3])])
+    along, prompts = (draw(found, charts.Palette(found.sides)) for draw in (request_charts.along_text, request_charts.by_prompt))
+    [line] = along.figure.data
+    assert (line.x, line.y, line.customdata) == ((5.0, 15.0, 25.0), (3.0, None, 2.0), ("1 to 10", "11 to 20", "21 to 30"))
+    assert along.figure.layout.annotations[0].x == 25.0 and along.figure.layout.xaxis.range == (0, 30)
+    dots, together = prompts.figure.data
+    assert (dots.x, dots.customdata, together.x) == ((2.0, 3.0), (1, 4), (2.5,))
+    assert prompts.numbers.rows == [["ours", "2.50", "2.00 (prompt 1)", "3.00 (prompt 4)"]]
 
 
 def test_the_distribution_of_gaps_counts_every_sample():
@@ -221,6 +292,9 @@ def test_a_single_round_is_marked_wherever_its_figures_stand(tmp_path):
                 [labels] = [[cell for row in chart["data"][0]["text"] for cell in row if cell.startswith(("<b>3.00", "<b>1.52"))]]
             if name == "prediction":
                 labels = chart["data"][-1]["customdata"]
+            if name == "arrivals":
+                assert not labels, "of the headline's side, which a single round never is next to others"
+                continue
             assert labels, name
             assert all(("n=1" in label) is marked for label in labels), name
         rows = re.findall(r'<tr><th scope="row">[^/]*lonely.*?</tr>', text, re.DOTALL)
@@ -230,6 +304,8 @@ def test_a_single_round_is_marked_wherever_its_figures_stand(tmp_path):
         assert ("Nothing says how far the figures marked n=1 vary, those of: lonely." in reported) is marked
         assert ("tokens/s at batch 1, one round" in reported) is False
     text, document = render(tmp_path, [provenance(), rated("lonely", [3.0]), side("none", "none", 1, 1.0)])
+    names = [label["text"] for label in charts_of(document)["arrivals"]["layout"]["annotations"]]
+    assert [name.partition(":")[0] for name in names] == ["n=1 · lonely", "none"]
     tiles = next(part for part in text.split("\n") if 'class="tiles"' in part)
     assert 'title="measured in one round' in tiles
     assert "the tokens/s of none, one round" in tiles
@@ -261,7 +337,7 @@ TEXT_ON = [("--ink", "--bg"), ("--ink", "--surface"), ("--soft", "--bg"), ("--so
            ("--ink", "--heat-1")]  # fmt: skip
 TEXT_ON += [("--bar-ink", variable(colour)) for colour in cycle_charts.STAGE_COLOURS]
 TEXT_ON += [(variable(colour), "--surface") for colour in (*charts.SUBJECT_COLOURS, *charts.BASELINE_COLOURS)]
-for scale in (cycle_charts.BURST_COLOURS, cycle_charts.BASELINE_BURST_COLOURS):
+for scale in (charts.BURST_COLOURS, charts.BASELINE_BURST_COLOURS):
     TEXT_ON += [("--ink" if level < 3 else "--burst-ink", variable(colour)) for level, colour in enumerate(scale)]
 
 

@@ -313,6 +313,13 @@ def test_a_whole_run(pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert sides[0]["stages"] and sides[0]["bandwidth"] > 0 and sides[0]["batch"] == 2 and sides[0]["aborted"] == 0
     assert [row["kind"] for row in rows].count("generation") == 1
     assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    assert head["trace"] == "../trace.json", "relative to the result file"
+    lengths = sides[0]["acceptance_by_request"]
+    assert list(lengths) == ["0", "1", "2"] and min(lengths.values()) <= sides[0]["acceptance_length"] <= max(lengths.values())
+    assert sides[1]["acceptance_by_request"] == {} and sides[1]["acceptance_along_text"] == [] and sides[0]["acceptance_along_text"]
+    for row in sides:
+        times = [moment for moment, _ in row["first_request"]]
+        assert times == sorted(times) and sum(tokens for _, tokens in row["first_request"]) == row["output_tokens"]
 
 
 def test_the_controlling_process_imports_no_torch() -> None:

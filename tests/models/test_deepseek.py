@@ -53,6 +53,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "v3-weights-as-they-come": ("deepseek_v3", {"norm_topk_prob": False, "routed_scaling_factor": 0.7}),
     "v3-all-dense": ("deepseek_v3", {"first_k_dense_replace": LAYERS}),
     "v3-all-mixtures": ("deepseek_v3", {"first_k_dense_replace": 0}),
+    "flash": ("glm4_moe_lite", {}),
+    "flash-unlisted": ("glm4_moe_lite", {"mlp_layer_types": None, "q_lora_rank": None, "rope_interleave": False}),
 }
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = """
-from graphspec.facts.families import Family
+from graphspec.facts.family import Family
 from graphspec.facts.layouts import SPLIT_LAYOUT, Layout
 
 BACKBONE = Family(
@@ -108,13 +108,13 @@ def test_a_bad_entry_point_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None, points: str, module: str, found: str
 ) -> None:
     site = install(tmp_path / "site", f"[graphspec.families]\n{points}\n")
-    (site / "broken.py").write_text(f"from graphspec.facts.families import Family\n{module}\n")
+    (site / "broken.py").write_text(f"from graphspec.facts.family import Family\n{module}\n")
     monkeypatch.syspath_prepend(site)
     monkeypatch.delitem(sys.modules, "broken", raising=False)
     with pytest.raises(ConfigError, match=r"graphspec\.families") as caught:
         all_families()
     assert found in caught.value.found
-    assert families.Family.__module__ == "graphspec.facts.families"
+    assert families.Family.__module__ == "graphspec.facts.family"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LENGTH = 24
-OTHERS = ("dots1", "glm4_moe", "glm4_moe, plain")
+OTHERS = ("dots1", "glm4_moe", "glm4_moe, plain", "gpt_oss")
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "weights-as-they-come": {"norm_topk_prob": False},

@@ -131,7 +131,7 @@ def test_recurrent_layers_keep_gates_and_steps(tmp_path: Path) -> None:
 
 
 def test_experts_keep_their_numbers(tmp_path: Path) -> None:
-    """They load in full precision only; the shared ones are ordinary layers."""
+    """The shared ones are ordinary layers."""
     source, _ = write_mixture(tmp_path / "source", "deepseek_v3")
     quantise(source, tmp_path / "out", "int8", ["gate_proj", "up_proj"], group=8)
     checkpoint = Checkpoint(tmp_path / "out")

@@ -43,6 +43,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("qwen3_moe", {}),
     "latent": ("deepseek_v2", {}),
     "latent-compressed-queries": ("deepseek_v3", {"attention_bias": True}),
+    "sinks-and-biased-experts": ("gpt_oss", {}),
 }
 CASES = DENSE | MIXTURES
 
@@ -82,7 +83,7 @@ def test_ranks_together_have_the_logits_of_transformers(name: str, size: int, tm
     assert torch.equal(logits.argmax(-1), theirs.logits.argmax(-1))
 
 
-@pytest.mark.parametrize("name", ["biases-tied", "fused-tensors", "experts", "latent"])
+@pytest.mark.parametrize("name", ["biases-tied", "fused-tensors", "experts", "latent", "sinks-and-biased-experts"])
 def test_a_rank_reads_its_part_of_the_bytes_and_no_more(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build(name, tmp_path)
     facts, read = read_model_facts(tmp_path), count_numbers_read(monkeypatch)

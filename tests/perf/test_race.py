@@ -1,4 +1,4 @@
-"""Other engines in `make race`: their processes, and the report of one that can't take part. The engine is a stand-in."""
+"""Other engines in `make race MODEL=demo`: their processes, and the report of one that can't take part. The engine is a stand-in."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -19,31 +18,11 @@ from graphspec.api.llm import LLM
 from graphspec.api.stops import StopTexts
 from graphspec.serve import app
 from graphspec.serve.bodies import LARGE_BODY
-from tests.serve.test_grammar_trials import body, schema
-from tests.serve.test_hostile import CHAT, COMPLETIONS, FIELDS, RAW
-from tests.support.serving import PATIENCE, raw_post, serving, wait_for
+from tests.support.hostile import COMPLETIONS, FIELDS, INPUTS, MORE, body, schema
+from tests.support.serving import PATIENCE, serving, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-STOPS = [f"{place:04}" + "x" * 1020 for place in range(32)]
-MORE: dict[str, tuple[str, dict[str, Any]]] = {
-    "a grammar that takes too long": (COMPLETIONS, body(schema(900))),
-    "a grammar of no use": (COMPLETIONS, body(schema(1500))),
-    "a large grammar": (COMPLETIONS, body({**schema(1000), "required": list(schema(1000)["properties"])})),
-    "many choices": (COMPLETIONS, {"prompt": "x", "max_tokens": 2, "structured_outputs": {"choice": [f"w{n}" for n in range(20_000)]}}),
-    "stop texts at their bounds": (COMPLETIONS, {"prompt": "x", "max_tokens": 2, "stop": STOPS}),
-    "a chat of 2,000 messages": (CHAT, {"messages": [{"role": "user", "content": "x"}] * 2000}),
-}
-INPUTS: dict[str, bytes] = {
-    **{
-        name: raw_post(json.dumps(sent).encode()).replace(COMPLETIONS.encode(), path.encode(), 1)
-        for name, (path, sent, _) in FIELDS.items()
-    },
-    **{name: raw_post(json.dumps(sent).encode()).replace(COMPLETIONS.encode(), path.encode(), 1) for name, (path, sent) in MORE.items()},
-    **{name: sent for name, (sent, _) in RAW.items()},
-}
-"""A request as bytes, by its name."""
 
 
 def test_no_long_work_is_done_by_the_event_loop_or_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,8 +74,6 @@ def url() -> Iterator[str]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, text=True) as process:
         assert process.stdout is not None
         found = process.stdout.readline().split()[-1].removesuffix("/v1")
-        # Loads the grammar class and its compiler.
-        assert httpx2.post(found + COMPLETIONS, json=body(schema(2)), timeout=PATIENCE).status_code == 200
         yield found
         process.terminate()
 

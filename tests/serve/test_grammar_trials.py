@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import httpx2
 import pytest
@@ -21,21 +21,12 @@ from graphspec.api.llm import LLM
 from graphspec.serve import app, grammar_trials
 from graphspec.text.schema_size import compile_steps
 from graphspec.text.structured import Structured
+from tests.support.hostile import COMPLETIONS as PATH
+from tests.support.hostile import body, schema
 from tests.support.serving import PATIENCE, Served, raw_post, serving, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-PATH = "/v1/completions"
-
-
-def schema(optional: int, *, letter: str = "k") -> dict[str, Any]:
-    return {"type": "object", "properties": {f"{letter}{place}": {"type": "integer"} for place in range(optional)}}
-
-
-def body(grammar: dict[str, Any]) -> dict[str, Any]:
-    return {"prompt": "x = ", "max_tokens": 4, "temperature": 0, "structured_outputs": {"json": grammar}}
-
 
 LONG = schema(900)
 """Takes far longer than any test."""
@@ -176,7 +167,7 @@ def test_a_grammar_that_is_held_is_not_compiled_again(llm: LLM) -> None:
 
 
 def test_the_server_ends_while_a_grammar_is_compiled() -> None:
-    words = ["model=demo", "variant=none", "runtime=eager", "server.port=0", "server.drain_seconds=1", "server.grammar_seconds=600"]
+    words = ["model=demo", "variant=none", "runtime=eager", "server.port=0", "server.drain_seconds=30", "server.grammar_seconds=600"]
     command = [sys.executable, "-m", "graphspec", "serve", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, text=True) as process:

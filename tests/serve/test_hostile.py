@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import gzip
-import json
+import asyncio
+import random
 import threading
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from graphspec.api.llm import LLM
 from graphspec.serve import app
-from tests.support.serving import PATIENCE, Served, raw_post, serving, wait_for
+from tests.support.hostile import FIELDS, RAW, SHORT
+from tests.support.serving import PATIENCE, Honest, Served, raw_post, serving
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterator
 
-COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
-SHORT = {"max_tokens": 4, "temperature": 0}
-BODY = json.dumps({"prompt": "def f(x):", **SHORT}).encode()
-WORDS = "def foo(x): return x + 1 # comment \u00e9\U0001f600 \n"
-TEXT = (WORDS * 90_000)[:3_600_000]
 MAX_ENCODED = 100_000
 """Characters that may be encoded for all of the catalogue together; one of its texts has 36 times as many."""
 
@@ -30,37 +27,6 @@ MAX_ENCODED = 100_000
 def server() -> Iterator[Served]:
     with LLM(model="demo", variant="eagle3", runtime="eager") as llm, serving(llm) as found:
         yield found
-
-
-class Honest:
-    """A client that streams one completion after the other."""
-
-    def __init__(self, server: Served) -> None:
-        self.events, self.failed, self._server, self._stop = 0, "", server, threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        body = {"prompt": "def f(x):", "max_tokens": 300, "temperature": 0.7, "ignore_eos": True, "stream": True}
-        while not self._stop.is_set() and not self.failed:
-            with self._server.client.stream("POST", COMPLETIONS, json=body) as response:
-                lines = [""]
-                for line in response.iter_lines():
-                    lines = [line] if line else lines
-                    self.events += line.startswith("data: {")
-                    if self._stop.is_set():
-                        return
-            self.failed = "" if lines == ["data: [DONE]"] else f"{response.status_code}: {lines}"
-
-    def goes_on(self) -> None:
-        """Wait for its next event."""
-        before = self.events
-        wait_for(lambda: self.events > before or self.failed)
-        assert not self.failed
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join(PATIENCE)
 
 
 @pytest.fixture(scope="module")
@@ -90,57 +56,6 @@ def noting(encode: Callable[..., list[int]], lengths: list[int]) -> Callable[...
     return noted
 
 
-def numbers(count: int) -> list[str]:
-    return [f"zq{number}" for number in range(count)]
-
-
-CIRCLE = {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}
-
-
-def constrained(**structured: Any) -> dict[str, Any]:
-    return {"prompt": "x", "structured_outputs": structured}
-
-
-FIELDS: dict[str, tuple[str, dict[str, Any], str | None]] = {
-    "a completion of 4 MB": (COMPLETIONS, {"prompt": TEXT}, "prompt"),
-    "two of 2 MB": (COMPLETIONS, {"prompt": [TEXT[:1_800_000]] * 2}, "prompt"),
-    "one word of 4 MB": (COMPLETIONS, {"prompt": "a" * 3_900_000}, "prompt"),
-    "4 MB to encode": (TOKENIZE, {"prompt": TEXT}, "prompt"),
-    "4 MB to encode and spell": (TOKENIZE, {"prompt": "a b " * 970_000, "return_token_strs": True}, "prompt"),
-    "80,000 messages": (CHAT, {"messages": [{"role": "user", "content": "x"}] * 80_000}, "messages"),
-    "500,000 ids to decode": (DETOKENIZE, {"tokens": [300] * 500_000}, "tokens"),
-    "800,000 ids to decode": (DETOKENIZE, {"tokens": [300] * 800_000}, None),
-    "300,000 stop texts": (COMPLETIONS, {"prompt": "x", "stop": numbers(300_000)}, "stop"),
-    "a stop text of 3 MB": (COMPLETIONS, {"prompt": "x", "stop": "\n" + " " * 3_000_000}, "stop"),
-    "a bad word of 3 MB": (COMPLETIONS, {"prompt": "x", "bad_words": ["ab" * 1_500_000]}, "bad_words"),
-    "300,000 bad words": (COMPLETIONS, {"prompt": "x", "bad_words": numbers(300_000)}, "bad_words"),
-    "500,000 ids": (COMPLETIONS, {"prompt": [1] * 500_000}, "prompt"),
-    "1,300,000 ids": (COMPLETIONS, {"prompt": [1] * 1_300_000}, None),
-    "100,000 prompts": (COMPLETIONS, {"prompt": [[1]] * 100_000}, "prompt"),
-    "deep metadata of 4 MB": (COMPLETIONS, {"prompt": "x", "metadata": [[[]] * 3] * 300_000}, None),
-    "wide metadata": (COMPLETIONS, {"prompt": "x", "metadata": dict.fromkeys(numbers(100000), "v")}, "metadata"),
-    "500,000 allowed ids": (COMPLETIONS, {"prompt": "x", "allowed_token_ids": [5] * 500_000}, "allowed_token_ids"),
-    "100,000 biases": (COMPLETIONS, {"prompt": "x", "logit_bias": {str(key): 1 for key in range(100_000)}}, "logit_bias"),
-    "a bias of 5,000 digits": (COMPLETIONS, {"prompt": "x", "logit_bias": {"9" * 5000: 1}}, "logit_bias"),
-    "a reference to itself": (COMPLETIONS, constrained(json={"$ref": "#"}), "structured.json_schema.$ref"),
-    "references in a circle": (COMPLETIONS, constrained(json={"$ref": "#/$defs/a", "$defs": CIRCLE}), "structured.json_schema.$ref"),
-    "an enum of nothing": (COMPLETIONS, constrained(json={"enum": []}), "structured.json_schema"),
-    "rules in a circle": (COMPLETIONS, constrained(grammar="root ::= a\na ::= b\nb ::= a\n"), "structured.grammar"),
-    "a rule that is itself": (COMPLETIONS, constrained(grammar="root ::= root\n"), "structured.grammar"),
-    "an unknown rule": (COMPLETIONS, constrained(grammar="root ::= nothing\n"), "structured.grammar"),
-    "no root": (COMPLETIONS, constrained(grammar='a ::= "x"\n'), "structured.grammar"),
-    "an empty alternative": (COMPLETIONS, constrained(grammar='root ::= "a" |\n'), "structured.grammar"),
-    "an empty grammar": (COMPLETIONS, constrained(grammar=""), "structured_outputs.grammar"),
-    "a grammar of no known kind": (COMPLETIONS, constrained(gramar="x"), "structured_outputs"),
-    "no choice": (COMPLETIONS, constrained(choice=[]), "structured_outputs.choice"),
-    "half an expression": (COMPLETIONS, constrained(regex="("), "structured.regex"),
-    "100,000 tools": (CHAT, {"messages": [{"role": "user", "content": "x"}], "tools": [0] * 100_000}, "tools"),
-    "a priority": (COMPLETIONS, {"prompt": "x", "priority": -(2**31)}, "priority"),
-    "a salt of 1 MB": (COMPLETIONS, {"prompt": "x", "cache_salt": "a" * 2**20}, "cache_salt"),
-    "100,000 samples": (COMPLETIONS, {"prompt": "x", "n": 60_000}, "n"),
-}
-
-
 @pytest.mark.parametrize("name", FIELDS)
 def test_fields(server: Served, honest: Honest, encoded: list[int], name: str) -> None:
     path, body, param = FIELDS[name]
@@ -151,33 +66,6 @@ def test_fields(server: Served, honest: Honest, encoded: list[int], name: str) -
     assert server.client.get("/health").status_code == 200
     honest.goes_on()
     assert sum(encoded) < MAX_ENCODED
-
-
-RAW: dict[str, tuple[bytes, int]] = {
-    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 421),
-    "another host": (b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\n\r\n", 421),
-    "no host": (b"GET /v1/models HTTP/1.1\r\n\r\n", 400),
-    "no HTTP": (b"\x00\x01\x02\x16\x03\x01\r\n\r\n", 400),
-    "a parent folder": (b"GET /%2e%2e/%2e%2e/etc/passwd%00 HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
-    "a long path": (b"GET /" + b"a" * 60_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
-    "a slash": (b"GET /v1/models/ HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
-    "a web socket": (b"GET /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n", 405),
-    "two lengths": (raw_post(BODY, framing="Content-Length: 3\r\nContent-Length: 5"), 400),
-    "a length and chunks": (raw_post(b"0\r\n\r\n", framing="Content-Length: 5\r\nTransfer-Encoding: chunked"), 400),
-    "a negative length": (raw_post(b"", framing="Content-Length: -5"), 400),
-    "100 MB announced": (raw_post(b"{", length=10**8), 413),
-    "a bad chunk": (raw_post(b"zz\r\n", framing="Transfer-Encoding: chunked"), 400),
-    "compressed": (raw_post(gzip.compress(BODY), framing=f"Content-Encoding: gzip\r\nContent-Length: {len(gzip.compress(BODY))}"), 415),
-    "a form": (raw_post(BODY).replace(b"application/json", b"application/x-www-form-urlencoded"), 415),
-    "plain text": (raw_post(BODY).replace(b"application/json", b"text/plain"), 415),
-    "UTF-16": (raw_post(BODY.decode().encode("utf-16")), 400),
-    "a byte order mark": (raw_post(b"\xef\xbb\xbf" + BODY), 400),
-    "not finite": (raw_post(b'{"prompt":"a","temperature":Infinity}'), 400),
-    "too large a number": (raw_post(b'{"prompt":"a","temperature":1e400}'), 400),
-    "a seed of 4,000 digits": (raw_post(b'{"prompt":"a","seed":' + b"9" * 4000 + b"}"), 400),
-    "a seed of 100,000 digits": (raw_post(b'{"prompt":"a","seed":' + b"9" * 100_000 + b"}"), 400),
-    "100,000 levels": (raw_post(b'{"metadata":' + b"[" * 100_000 + b"]" * 100_000 + b',"prompt":"a"}'), 400),
-}
 
 
 @pytest.mark.parametrize("name", RAW)
@@ -225,6 +113,33 @@ def test_many_at_once(server: Served, honest: Honest) -> None:
     for thread in threads:
         thread.join(PATIENCE)
     assert statuses == [400] * len(names)
+
+
+def test_clients_of_the_soak(server: Served, honest: Honest) -> None:
+    """Honest and hostile ones, as ``perf/serve_soak.py`` sends them in the random order of its seed."""
+    from perf.serve_soak import Target, Waits, attack, complete, probe, stream
+
+    target, kinds = Target(*server.address), {"stream": stream, "health": probe, "completion": complete}
+    waits, go, stop, log = {name: Waits() for name in kinds}, threading.Event(), threading.Event(), SimpleQueue()
+    hostile = threading.Thread(target=attack, args=(*server.address, 1, go, stop, log))
+    hostile.start()
+    go.set()
+
+    async def run() -> None:
+        leave = asyncio.Event()
+        tasks = [asyncio.ensure_future(client(target, waits[name], leave, random.Random(1))) for name, client in kinds.items()]
+        while not all(each.waits for each in waits.values()) or log.qsize() < 12:
+            await asyncio.sleep(0.05)
+        leave.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+    stop.set()
+    hostile.join()
+    assert log.get() is None and all(began <= ended and status != "500" for began, ended, _, status in (log.get() for _ in range(12)))
+    assert not any(each.broken for each in waits.values()) and waits["health"].statuses["200"]
+    assert all(each.figures([(0, float("inf"))])["max"] > 0 for each in waits.values())
+    honest.goes_on()
 
 
 def test_nothing_is_left(server: Served, honest: Honest) -> None:

@@ -9,6 +9,7 @@ import pytest
 from graphspec.config.server_options import ServerConfig
 from graphspec.errors import ConfigError
 from graphspec.serve.access import hosts_of
+from graphspec.serve.http import HttpServer, abort_seconds
 from tests.support.serving import MODEL, Served, serving
 
 if TYPE_CHECKING:
@@ -137,3 +138,9 @@ def test_one_model(server: Served) -> None:
     for name in ("other", "org/other"):
         response = server.client.get(f"/v1/models/{name}")
         assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(("drain", "abort"), [(60.0, 55.0), (25.0, 20.0), (10.0, 8.0), (1.0, 0.8)])
+def test_the_process_has_time_to_end_after_its_requests(drain: float, abort: float) -> None:
+    options = ServerConfig(port=0, drain_seconds=drain)
+    assert HttpServer(lambda *_: None, options).config.timeout_graceful_shutdown == abort_seconds(drain) == pytest.approx(abort)

@@ -173,6 +173,44 @@ def test_the_end_does_not_wait_for_ever(pair: Pair) -> None:
         server.idle()
 
 
+HANGS = """
+import sys, threading
+from graphspec.api import grammar
+from graphspec.engine.engine import Engine
+from graphspec.text.tokenizer import Tokenizer
+from graphspec.cli.main import main
+
+def hang(*_, **__):
+    print("hangs", flush=True)
+    threading.Event().wait()
+
+owner, name = {"grammar": (grammar, "compile_grammar"), "text": (Tokenizer, "encode"), "step": (Engine, "_step")}[sys.argv.pop(1)]
+setattr(owner, name, hang)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("kind", "code"), [("grammar", 0), ("text", 0), ("step", 1)])
+def test_the_end_does_not_wait_for_what_hangs(kind: str, code: int) -> None:
+    """Work that can't be ended: compiling in this process, encoding, and a step of the engine, after which stderr says where it was."""
+    classes = "runtime.sampling_classes=[grammar]" if kind == "grammar" else "runtime.sampling_classes=[greedy]"
+    # Nothing waits for as long as that but the step.
+    drain = f"server.drain_seconds={2 if code else 50}"
+    words = ["model=demo", "variant=none", "runtime=eager", "runtime.max_rows=1", "runtime.buckets=[1]", "server.port=0", classes, drain]
+    command = [sys.executable, "-c", HANGS, kind, "serve", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        host, port = process.stdout.readline().split("//")[1].removesuffix("/v1\n").split(":")
+        body = {"prompt": "x", "max_tokens": 2, "temperature": 0, **({"structured_outputs": {"regex": "a"}} if kind == "grammar" else {})}
+        with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
+            connection.sendall(raw_post(json.dumps(body).encode()))
+            assert process.stdout.readline() == "hangs\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == code
+        assert ("Timeout" in (said := process.stderr.read()) and "in hang" in said) == bool(code)
+
+
 def test_health_is_that_of_the_engine(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that is lost, one that comes back, and an engine that was closed."""
 
@@ -249,7 +287,8 @@ def test_the_command_serves_and_ends_at_a_signal(pair: Pair) -> None:
             events += [line for line in lines if line]
         assert process.wait(PATIENCE) == 0
         progress, _, lines_of_access = process.stderr.read().partition("{")
-        assert re.fullmatch(r"([\w ]+ (\d+)/\2\n)+", progress)
+        # A slow machine says more than once how far it is.
+        assert re.fullmatch(r"([\w ]+ \d+/\d+\n)*([\w ]+ (\d+)/\3\n)+", progress)
     logged = [json.loads(line) for line in ("{" + lines_of_access).splitlines()]
     assert [(line["path"], line["status"], line["completion_tokens"]) for line in logged] == [("/v1/completions", 200, 80)] * 2
     assert events[-1] == "data: [DONE]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,31 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 LETTERS = [*"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ!.,", "Ġ", "Ċ"]
-NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
+OFFSET = ("gemma", "gemma2", "gemma3")
+"""Architectures whose files have norm weights as they are applied; transformers has them minus 1."""
+INTERLEAVED = ("llama", "smollm3", "granite")
+"""Those whose queries and keys lie as Llama's first release had them."""
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 
 
-def gguf_name(name: str) -> str:
-    stem, _, leaf = name.rpartition(".")
-    if stem.startswith("model.layers."):
-        layer, part = stem.removeprefix("model.layers.").split(".", 1)
-        return f"blk.{layer}.{NAMES[part]}.{leaf}"
-    return f"{NAMES[stem]}.{leaf}"
+def gguf_name(name: str, arch: str, layers: int) -> str:
+    """A tensor's name in a file, by the package's own table."""
+    key = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[arch]
+    name = name.replace(".e_score_correction_bias", ".e_score_correction.bias")
+    found = gguf.get_tensor_name_map(key, layers).get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return found
+
+
+def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same with one tensor for all experts, as files have them."""
+    found: dict[str, Any] = {}
+    for name, tensor in sorted(tensors.items(), key=lambda item: [int(p) if p.isdigit() else p for p in item[0].split(".")]):
+        if match := _EXPERT.fullmatch(name):
+            found.setdefault(f"{match[1]}.{match[3]}", []).append(tensor)
+        else:
+            found[name] = tensor
+    return {name: torch.stack(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
 def blocks(shape: tuple[int, ...], kind: Type, generator: np.random.Generator) -> np.ndarray[Any, Any]:
@@ -40,6 +52,12 @@ def blocks(shape: tuple[int, ...], kind: Type, generator: np.random.Generator) -
         factor = (generator.random((shape[0], count)) * (1e-4 if "K" in kind.name else 1e-2)).astype(np.float16)
         raw[..., place : place + 2] = factor[..., None].view(np.uint8)
     return raw.reshape(shape[0], count * size)
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    """The rotation of layers that see everything."""
+    found: dict[str, Any] = config["rope_parameters"]
+    return found.get("full_attention", found)
 
 
 def write_gguf(
@@ -71,7 +89,7 @@ def write_gguf(
         f"{arch}.context_length": config["max_position_embeddings"], f"{arch}.embedding_length": config["hidden_size"],
         f"{arch}.block_count": config["num_hidden_layers"], f"{arch}.feed_forward_length": config["intermediate_size"],
         f"{arch}.attention.head_count": heads, f"{arch}.attention.head_count_kv": groups,
-        f"{arch}.rope.freq_base": float(config["rope_parameters"]["rope_theta"]),
+        f"{arch}.rope.freq_base": float(_rope(config)["rope_theta"]),
         f"{arch}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
     }  # fmt: skip
     if config.get("head_dim"):
@@ -95,25 +113,35 @@ def write_gguf(
             writer.add_string(key, value)
         elif isinstance(value, list):
             writer.add_array(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
         elif isinstance(value, float):
             writer.add_float32(key, value)
         else:
             writer.add_uint32(key, value)
     numbers: dict[str, Tensor] = {}
-    for name, tensor in load_file(source / "model.safetensors").items():
-        stored = gguf_name(name)
-        kind = Type.F32 if tensor.dim() == 1 else kinds.get(stored.split(".")[-2], default)
+    layers = config["num_hidden_layers"] + (config.get("num_nextn_predict_layers") or 0)
+    for name, tensor in stacked(load_file(source / "model.safetensors")).items():
+        stored = gguf_name(name, arch, layers)
+        part = stored.split(".")[-2]
+        kind = Type.F32 if tensor.dim() == 1 or part == "ffn_gate_inp" else kinds.get(part, default if tensor.dim() == 2 else Type.F16)
         if kind in (Type.F32, Type.F16):
             data = tensor.float().numpy().astype(np.float32 if kind == Type.F32 else np.float16)
             plain = torch.from_numpy(data.astype(np.float32))
         else:
             data = blocks(tuple(tensor.shape), kind, generator)
             plain = torch.from_numpy(gguf.quants.dequantize(data, kind))
-        for part, count in ((".attn_q.", heads), (".attn_k.", groups)):
-            if arch == "llama" and part in stored:
+        for projection, count in ((".attn_q.", heads), (".attn_k.", groups)):
+            if arch in INTERLEAVED and projection in stored:
                 # The file has the halves of a rotation next to each other; numbers are those of the file, put apart.
                 plain = plain.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
-        numbers[name] = plain
+        if arch in OFFSET and stored.endswith("norm.weight"):
+            plain = plain - 1
+        if ".experts." in name:
+            before, after = name.split(".experts.")
+            numbers |= {f"{before}.experts.{expert}.{after}": each.clone() for expert, each in enumerate(plain)}
+        else:
+            numbers[name] = plain
         writer.add_tensor(stored, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "dots1": ("Dots1", {**GROUPED, "num_key_value_heads": 2, "sliding_window": 7, "max_window_layers": 1, "norm_topk_prob": True}),
     "glm4_moe": ("Glm4Moe", {**GROUPED, "num_key_value_heads": 2, "attention_bias": True, "use_qk_norm": True, "n_group": 2}),
     "glm4_moe, plain": ("Glm4Moe", {**GROUPED, "num_key_value_heads": 4, "norm_topk_prob": False, "routed_scaling_factor": 2.5}),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        {
+            **{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
+            "q_lora_rank": 10,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
+    ),
     "deepseek_v3": ("DeepseekV3", {**LATENT, "q_lora_rank": 10, "n_group": 4, "topk_group": 2}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "num_local_experts": 6,
+            "sliding_window": 7,
+            "swiglu_limit": 0.4,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
 }
 
 
@@ -77,7 +105,9 @@ def build_mixture(family: str, *, seed: int = 0, easy: bool = False, **overrides
             noise = torch.randn(tensor.shape, generator=generator)
             scale = 0.03 if easy and key.endswith(small) else 0.6 if easy and key.endswith(large) else 0.15
             # The router's correction moves experts past each other; its weights tell tokens apart.
-            scale = 0.3 if "mlp.gate." in key or key.endswith("bias") else scale
+            routes = "mlp.gate." in key or "mlp.router." in key
+            scale = 0.3 if routes or (key.endswith("bias") and not (easy and "experts" in key)) else scale
+            scale = 1.0 if key.endswith("sinks") else scale
             tensor.copy_(1 + 0.2 * noise if "norm" in key else scale * noise)
     return model
 
@@ -134,7 +164,10 @@ class HeadOfTransformers:
     def __init__(self, model: Any, head: dict[str, Tensor]) -> None:
         self.model = model
         layer_type, norm_type = type(model.model.layers[-1]), type(model.model.norm)
-        self.layer = MtpLayer(model.config, layer_type, norm_type, LAYERS).eval()
+        config = copy.deepcopy(model.config)
+        if listed := getattr(config, "mlp_layer_types", None):  # which names no head
+            config.mlp_layer_types = [*listed, *["sparse"] * LAYERS]
+        self.layer = MtpLayer(config, layer_type, norm_type, LAYERS).eval()
         own: dict[str, Tensor] = {}
         self.embedding_VH, self.head_VH = model.model.embed_tokens.weight, model.lm_head.weight
         for name, tensor in head.items():

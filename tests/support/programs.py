@@ -35,9 +35,7 @@ def programs(classes: Iterable[str], structures: Iterable[str], kinds: Iterable[
 
 
 def class_of(plan: Plan, spelled: str) -> SamplingClass:
-    """A class by name: as ``runtime.sampling_classes`` spells it, or ``prompt_logprobs``."""
-    if spelled == "prompt_logprobs":
-        return SamplingClass(prompt_logprobs=True)
+    """A class by name, as ``runtime.sampling_classes`` spells it."""
     found = sampling_class_of(spelled, plan.max_logprobs)
     assert found is not None, spelled
     return found

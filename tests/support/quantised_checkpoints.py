@@ -182,3 +182,33 @@ def quantise(source: Path, folder: Path, layout: str, *, seed: int = 0) -> tuple
         values = json.loads((target / "config.json").read_text()) | {"dtype": "float32"}
         (target / "config.json").write_text(json.dumps(values | ({"quantization_config": config} if target is packed else {})))
     return packed, plain
+
+
+GPT_OSS = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+}
+
+
+def quantise_gpt_oss(source: Path, folder: Path, *, seed: int = 0) -> tuple[Path, Path]:
+    """Two copies of a checkpoint of gpt-oss whose experts have new random weights: one in MXFP4 as published, one in float32 numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    packed, plain = folder / "mxfp4", folder / "mxfp4-plain"
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, Tensor] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        tensors[name] = numbers[name] = tensor
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, channels, outputs = tensor.shape
+            made, own = mxfp4((experts * outputs, channels), generator)
+            del tensors[name]
+            tensors[f"{name}_blocks"] = made["weight_packed"].view(experts, outputs, channels // 32, 16)
+            tensors[f"{name}_scales"] = made["weight_scale"].view(experts, outputs, channels // 32)
+            numbers[name] = own.view(experts, outputs, channels).transpose(1, 2).contiguous()
+    for target, content in ((packed, tensors), (plain, numbers)):
+        shutil.copytree(source, target)
+        save_file(content, target / "model.safetensors", metadata={"format": "pt"})
+        if target is packed:
+            values = json.loads((target / "config.json").read_text())
+            (target / "config.json").write_text(json.dumps(values | {"quantization_config": GPT_OSS}))
+    return packed, plain

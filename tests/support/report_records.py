@@ -40,6 +40,14 @@ def percentiles(middle: float) -> dict[str, float]:
     return {"mean": middle * 1.06, "p50": middle, "p90": middle * 1.3, "p99": middle * 1.9}
 
 
+def arrivals(random_: random.Random, cycle: float, maximum: int) -> list[list[float]]:
+    """Deliveries of one request of 60 tokens or a few more: the prefill's token, then up to ``maximum`` tokens a cycle."""
+    found: list[list[float]] = [[6.0, 1]]
+    while sum(tokens for _, tokens in found) < 60:
+        found.append([found[-1][0] + cycle * random_.uniform(0.9, 1.1), random_.randint(1, maximum)])
+    return found
+
+
 def side(label: str, role: str, batch: int, speed: float, shape: list[int] | None = None, **more: Any) -> dict[str, Any]:
     """One measured side; ``speed`` in tokens/s, acceptance falls by a fifth with every position."""
     random_ = random.Random(repr((label, batch)))
@@ -62,7 +70,11 @@ def side(label: str, role: str, batch: int, speed: float, shape: list[int] | Non
         "itl_ms": {"mean": cycle} | {f"p{at}": gaps[2 * at] for at in (50, 90, 99)},
         "e2e_ms": percentiles(128e3 * batch / speed), "itl_samples_ms": gaps,
         "burst_tokens": bursts, "acceptance_length": length if own else None, "acceptance_unconditional": unconditional,
-        "acceptance_conditional": conditional, "drafted_per_second": 900.0, "accepted_per_second": 500.0, "aborted": 0,
+        "acceptance_conditional": conditional,
+        "acceptance_by_request": {str(n): length * random_.uniform(0.7, 1.2) for n in range(8)} if shape else {},
+        "acceptance_along_text": [length * random_.uniform(0.85, 1.1) for _ in range(16)] if shape else [],
+        "stretch_tokens": 8 if shape else 0, "first_request": arrivals(random_, cycle, shape[0] + 1 if shape else 1),
+        "drafted_per_second": 900.0, "accepted_per_second": 500.0, "aborted": 0,
         "cycle_ms": {"median": cycle, "p10": cycle * 0.97, "p90": cycle * 1.05} if own else None, "host_us": 210.0 if own else None,
         "gap_ms": None, "nodes": None, "not_measured": {"gap_ms": "no CUDA device", "nodes": "no CUDA graph on a CPU"},
         "stages": [], "floor_ms": None, "percent_of_floor": None, "bandwidth": 9.1e9 if own else None, "build": [], "memory": [],

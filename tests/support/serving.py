@@ -38,11 +38,12 @@ TEMPLATE = (
 
 
 class Served:
-    """A running server, and a client of it."""
+    """A running server, and a client of it. Routes that exist already may take the place of an engine."""
 
-    def __init__(self, llm: LLM, keys: Keys | None = None, **options: Any) -> None:
-        self.llm, self.options = llm, ServerConfig(**{"port": 0, "keep_alive_seconds": 1.0, **options})
-        self.api = Api(AsyncLLM(llm), self.options, MODEL, keys)
+    def __init__(self, llm: LLM | Api, keys: Keys | None = None, **options: Any) -> None:
+        self.options = ServerConfig(**{"port": 0, "keep_alive_seconds": 1.0, **options})
+        self.api = llm if isinstance(llm, Api) else Api(AsyncLLM(llm), self.options, MODEL, keys)
+        self.llm = self.api.llm.llm
         self.socket = bind(self.options)
         self.address = self.socket.getsockname()[:2]
         self.url = f"http://{self.address[0]}:{self.address[1]}"
@@ -94,6 +95,37 @@ class Served:
         self.api.close()
 
 
+class Honest:
+    """A client that streams one completion after the other."""
+
+    def __init__(self, server: Served) -> None:
+        self.events, self.failed, self._server, self._stop = 0, "", server, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        body = {"prompt": "def f(x):", "max_tokens": 300, "temperature": 0.7, "ignore_eos": True, "stream": True}
+        while not self._stop.is_set() and not self.failed:
+            with self._server.client.stream("POST", "/v1/completions", json=body) as response:
+                lines = [""]
+                for line in response.iter_lines():
+                    lines = [line] if line else lines
+                    self.events += line.startswith("data: {")
+                    if self._stop.is_set():
+                        return
+            self.failed = "" if lines == ["data: [DONE]"] else f"{response.status_code}: {lines}"
+
+    def goes_on(self) -> None:
+        """Wait for its next event."""
+        before = self.events
+        wait_for(lambda: self.events > before or self.failed)
+        assert not self.failed
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(PATIENCE)
+
+
 def served(response: httpx2.Response) -> dict[str, Any]:
     assert response.status_code == 200, response.text
     document: dict[str, Any] = response.json()
@@ -115,7 +147,7 @@ def wait_for(done: Any) -> None:
 
 
 @contextmanager
-def serving(llm: LLM, keys: Keys | None = None, **options: Any) -> Iterator[Served]:
+def serving(llm: LLM | Api, keys: Keys | None = None, **options: Any) -> Iterator[Served]:
     found = Served(llm, keys, **options)
     try:
         yield found

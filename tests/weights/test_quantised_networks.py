@@ -18,15 +18,17 @@ from graphspec.errors import CheckpointError
 from graphspec.facts import read_model_facts
 from graphspec.facts.sharding import Shard
 from graphspec.kernels.linear.packed import Packed, check_packed, dequantise
-from graphspec.models.checkpoint import Checkpoint
 from graphspec.models.decoder import Decoder
+from graphspec.models.experts import MixtureOfExperts
 from graphspec.models.layers import join_ranks
 from graphspec.models.packed_weight import PackedWeight, shard_of
+from graphspec.models.stack import pack_network
 from graphspec.models.target import load_target
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, build_hf, eagle3_tensors, edit_json, write_eagle3, write_hf
 from tests.support.moe_checkpoints import write_mixture
 from tests.support.mtp_checkpoints import add_heads, head_tensors, write_target
-from tests.support.quantised_checkpoints import quantise
+from tests.support.plans import plan
+from tests.support.quantised_checkpoints import LAYOUTS, quantise, quantise_gpt_oss
 from tests.support.rank_threads import ThreadComm, together
 
 
@@ -71,24 +73,95 @@ def test_prediction_heads_may_be_quantised_with_their_target(tmp_path: Path) -> 
     assert_same_numbers(*heads, products=4)
 
 
-def test_experts_in_low_precision_are_refused_by_name(tmp_path: Path) -> None:
-    packed, _ = quantise(write_mixture(tmp_path / "source", "qwen3_moe")[0], tmp_path, "fp8-tensor")
+MIXTURE = {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+
+
+def experts_of(network: Decoder) -> list[MixtureOfExperts]:
+    found = [module for module in network.modules() if isinstance(module, MixtureOfExperts)]
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if not layout.endswith("-order")])
+@torch.inference_mode()
+def test_experts_in_low_precision_have_the_bits_of_their_numbers(layout: str, tmp_path: Path) -> None:
+    """In every layout in which experts are published one by one; by the reference and by the native op."""
+    packed, plain = quantise(write_mixture(tmp_path / "source", "qwen3_moe", **MIXTURE)[0], tmp_path, layout)
+    token_BT = torch.randint(0, VOCAB_SIZE, (2, 8), generator=torch.Generator().manual_seed(3))
+    for native in (False, True):
+        found, expected = load(packed), load(plain)
+        for one, other in zip(experts_of(found), experts_of(expected), strict=True):
+            for name in ("gate_up_EFH", "down_EHF"):
+                weight = getattr(one, name)
+                assert isinstance(weight, PackedWeight)
+                assert torch.equal(weight.dequantise(), getattr(other, name).flatten(0, 1))
+                assert weight.nbytes < getattr(other, name).nbytes / 2
+        if native:
+            for network in (found, expected):
+                pack_network(network, plan())
+                assert all(block.native_down is not None for block in experts_of(network))
+        logits = [network.logits(network(token_BT, DenseAttention.prompt(2, 8)).hidden_BTH) for network in (found, expected)]
+        assert torch.equal(*logits)
+
+
+def test_experts_without_data_are_counted_as_they_are_held(tmp_path: Path) -> None:
+    packed, _ = quantise(write_mixture(tmp_path / "source", "qwen3_moe", **MIXTURE)[0], tmp_path, "nvfp4-modelopt")
+    for one, other in zip(experts_of(load(packed)), experts_of(load(packed, "meta")), strict=True):
+        for block in (one, other):
+            block.pack()
+        assert one.native_gate_up is not None and one.native_down is not None
+        assert (one.native_gate_up.shape, one.native_down.shape) == (other.native_gate_up.shape, other.native_down.shape)
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "message"),
+    [
+        ("pack-quantized-order", "", r"experts\.0\.gate_proj\.weight: expected experts of one format, and channels in one order"),
+        ("fp8-tensor", "numbers", r"experts\.2\.up_proj\.weight: expected codes, as other experts of the layer have, found numbers"),
+        ("fp8-tensor", "shape", r"experts\.2\.up_proj\.weight: expected shape \[32, 64\], found shape \[31, 64\]"),
+        ("fp8-tensor", "format", r"experts\.0\.gate_proj\.weight: expected experts of one format"),
+    ],
+)
+def test_experts_that_are_not_alike_are_refused(layout: str, change: str, message: str, tmp_path: Path) -> None:
+    packed, _ = quantise(write_mixture(tmp_path / "source", "qwen3_moe", **MIXTURE)[0], tmp_path, layout)
+    file, name = packed / "model.safetensors", "model.layers.1.mlp.experts.2.up_proj.weight"
+    tensors = load_file(file)
+    if change == "numbers":
+        tensors[name] = tensors[name].float()
+        del tensors[f"{name}_scale"], tensors[name.replace("weight", "input_scale")]
+    elif change == "shape":
+        tensors[name] = tensors[name][:-1].clone()
+    elif change == "format":
+        tensors[f"{name}_scale"] = tensors[f"{name}_scale"].half()
+    save_file(tensors, file, metadata={"format": "pt"})
     for device in ("meta", "cpu"):
-        with pytest.MonkeyPatch.context() as patch:
-            for read in ("raw", "codes", "part"):
-                patch.setattr(Checkpoint, read, lambda *_: pytest.fail("read before it was refused"))
-            with pytest.raises(CheckpointError, match=r"experts\.0\.gate_proj\.weight: expected experts that are not quantised"):
-                load(packed, device)
+        with pytest.raises(CheckpointError, match=message):
+            load(packed, device)
+
+
+@pytest.mark.parametrize("change", ["scales", "blocks", "dtype"])
+def test_wrong_blocks_of_gpt_oss_are_refused(change: str, tmp_path: Path) -> None:
+    packed, _ = quantise_gpt_oss(write_mixture(tmp_path / "source", "gpt_oss", hidden_size=64, intermediate_size=32)[0], tmp_path)
+    file, stem = packed / "model.safetensors", "model.layers.1.mlp.experts.down_proj"
+    tensors = load_file(file)
+    if change == "scales":
+        tensors[f"{stem}_scales"] = tensors[f"{stem}_scales"][:, 1:].clone()
+        message = r"down_proj_scales: expected shape \[6, 64, 1\], U8, found U8 of shape \[6, 63, 1\]"
+    elif change == "blocks":
+        tensors[f"{stem}_blocks"] = tensors[f"{stem}_blocks"][..., :8].clone()
+        message = r"down_proj_blocks: expected shape \[experts, rows, groups, 16\]"
+    else:
+        tensors[f"{stem}_scales"] = tensors[f"{stem}_scales"].float()
+        message = r"down_proj_scales: expected shape \[6, 64, 1\], U8, found F32"
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=message):
+        load(packed, "meta")
 
 
 def test_latent_attention_absorbs_the_numbers_of_a_packed_projection(tmp_path: Path) -> None:
-    """``kv_b_proj`` is no product here but a factor of queries and outputs; experts stay in full precision."""
+    """``kv_b_proj`` is no product here but a factor of queries and outputs."""
     source, _ = write_mixture(tmp_path / "source", "deepseek_v3")
     packed, plain = quantise(source, tmp_path, "fp8-tensor")
-    file = packed / "model.safetensors"
-    numbers = load_file(plain / "model.safetensors")
-    kept = {name: value for name, value in load_file(file).items() if ".experts." not in name}
-    save_file(kept | {name: value for name, value in numbers.items() if ".experts." in name}, file, metadata={"format": "pt"})
     found, expected = load(packed), load(plain)
     for one, other in zip(found.layers, expected.layers, strict=True):
         assert torch.equal(one.self_attn.kv_b_QDL, other.self_attn.kv_b_QDL)
@@ -121,6 +194,39 @@ def test_ranks_have_parts_of_codes(layout: str, tmp_path: Path) -> None:
     for (found, mine), (expected, theirs) in zip(*logits, strict=True):
         assert_same_numbers(found, expected, products=8)
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("layout", ["float-quantized", "fp8-block", "pack-quantized", "gptq", "nvfp4-modelopt", "mxfp4 of gpt-oss"])
+def test_ranks_have_parts_of_packed_experts(layout: str, tmp_path: Path) -> None:
+    """Bit for bit those of ranks that load the same numbers."""
+    if layout == "mxfp4 of gpt-oss":
+        source, _ = write_mixture(tmp_path / "source", "gpt_oss", hidden_size=64, intermediate_size=128)
+        packed, plain = quantise_gpt_oss(source, tmp_path)
+    else:
+        packed, plain = quantise(write_mixture(tmp_path / "source", "qwen3_moe", **MIXTURE)[0], tmp_path, layout)
+    token_BT = torch.randint(0, VOCAB_SIZE, (2, 8), generator=torch.Generator().manual_seed(3))
+    logits = []
+    for folder in (packed, plain):
+        comm = ThreadComm(2)
+
+        def run(rank: int, folder: Path = folder, comm: ThreadComm = comm) -> torch.Tensor:
+            with torch.inference_mode():
+                ours = load_target(read_model_facts(folder).of_rank(rank, 2), (), 32, torch.float32, "cpu")
+                assert all(isinstance(block.down_EHF, PackedWeight) is (folder is packed) for block in experts_of(ours))
+                join_ranks(ours, comm.of(rank))
+                return ours.logits(ours(token_BT, DenseAttention.prompt(2, 8)).hidden_BTH)
+
+        logits.append(together(2, run))
+    for mine, theirs in zip(*logits, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_groups_of_experts_that_ranks_would_cut_are_refused(tmp_path: Path) -> None:
+    packed, _ = quantise_gpt_oss(write_mixture(tmp_path / "source", "gpt_oss", hidden_size=64, intermediate_size=96)[0], tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"down_proj: expected groups of channels that divide those of a rank, 48, found groups of 32"
+    ):
+        load_target(read_model_facts(packed).of_rank(0, 2), (), 32, torch.float32, "meta")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from ...config.checks import LONG, brief
 from ...errors import CheckpointError
-from ...facts.families import DEEPSEEK_V3, LLAMA, QWEN3, Family
+from ...facts.families import DEEPSEEK_V3, LLAMA, QWEN3
+from ...facts.family import Family
 from ...facts.files import plain
 from ...facts.keys import MAX_POSITIONS, Keys
 from ...facts.layer_kinds import no_window, window_by_layer

@@ -9,7 +9,8 @@ from pathlib import Path
 from ...config.checks import LONG, brief
 from ...errors import CheckpointError
 from ...facts.draft import DraftFacts, DraftPass
-from ...facts.families import QWEN2, Family, find_family, target_architectures
+from ...facts.families import QWEN2, find_family, target_architectures
+from ...facts.family import Family
 from ...facts.files import find_file, open_file, parse_json, plain, read_shards
 from ...facts.keys import MAX_LAYERS, Keys, read_architecture, read_config
 from ...facts.layouts import PREDICTION_HEADS

@@ -81,6 +81,17 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
+def take_rows(weight: Packed, row: Tensor) -> Packed:
+    """These output rows of a weight.
+
+    Args:
+        weight: ``[N, K]``.
+        row: int64 ``[M]``.
+    """
+    by_row = {name: tensor for name, tensor in weight.tensors.items() if name != "group_of"}
+    return weight.with_tensors({name: as_bytes(tensor)[row].view(tensor.dtype) for name, tensor in by_row.items()})
+
+
 def check_packed(weight: Packed, key: str) -> None:
     """Check that the fields fit together.
 

@@ -1,4 +1,4 @@
-"""C++ attention and linear layers for the CPU, float32. Attention takes lengths and page tables, and reads visible slots only.
+"""C++ attention and linear layers for the CPU, in float32 arithmetic. Attention takes lengths and page tables; it reads visible slots only.
 
 Registered with the dispatcher as ``graphspec_native::*``, so ``torch.compile(fullgraph=True)`` keeps each as one opaque op. The library is
 built when this module is imported, which only happens if ``native`` is chosen.
@@ -22,8 +22,8 @@ from ..linear.packed import Packed
 from ..op import Signature
 from ..registry import op_of
 from .build import load
-from .call import bits, call, dense, require
-from .pack import channels_of, code_of, pack_codes, pack_linear
+from .call import KV_DTYPES, bits, call, dense, require
+from .pack import CODE, channels_of, code_of, pack_codes, pack_linear
 
 load()
 _library = torch.library.Library("graphspec_native", "FRAGMENT")
@@ -31,7 +31,8 @@ _float32, _int32, _int64, _bool = torch.float32, torch.int32, torch.int64, torch
 
 
 def _pool(kv_pool: Tensor) -> Tensor:
-    require("kv_pool", kv_pool, _float32)
+    if kv_pool.dtype not in KV_DTYPES:
+        raise ConfigError("native attention: kv_pool", f"one of {', '.join(map(str, KV_DTYPES))}", str(kv_pool.dtype))
     if not kv_pool.is_contiguous():
         raise ConfigError("native attention: kv_pool", "a contiguous pool", f"strides {kv_pool.stride()}")
     return kv_pool
@@ -69,7 +70,14 @@ def _tree_attention(
         None if sink_Q is None else dense(sink_Q.float()),
         *map(dense, (table_BP, prefix_begin_BT, prefix_end_B, ancestors_BTX)),
     )
-    call("tree_attention", tensors, *_shape(query, kv_pool, table_BP, layer, ancestors_BTX.shape[2]), bits(scale), bits(softcap))
+    call(
+        "tree_attention",
+        tensors,
+        *_shape(query, kv_pool, table_BP, layer, ancestors_BTX.shape[2]),
+        CODE[kv_pool.dtype],
+        bits(scale),
+        bits(softcap),
+    )
     return out
 
 
@@ -98,7 +106,7 @@ def _chunk_attention(
         None if sink_Q is None else dense(sink_Q.float()),
         *map(dense, (table_BP, prefix_begin_BT, slot_BT, valid_BT)),
     )
-    call("chunk_attention", tensors, *_shape(query, kv_pool, table_BP, layer, 0), bits(scale), bits(softcap))
+    call("chunk_attention", tensors, *_shape(query, kv_pool, table_BP, layer, 0), CODE[kv_pool.dtype], bits(scale), bits(softcap))
     return out
 
 

@@ -1,25 +1,29 @@
-// Paged attention for the CPU, float32. Few queries over many keys read whole rows of keys, then whole rows of values, in two phases that are
-// divided by key and by channel (class Attending); otherwise one lane and one KV head are a piece of work.
+// Paged attention for the CPU: float32 arithmetic over keys and values of 32 or 16 bits.
 //
-// Softmax in two passes: scores of all visible keys and their maximum, then weights and the weighted sum. Every sum has a fixed order (over
-// channels for a score, over visible slots for an output), so a query's result depends only on the keys and values it sees, not on other
-// queries, the batch, the page table, or the slots of its ancestors in the window. Cost is proportional to visible slots, not to the width
-// of the page table.
+// A query's keys are divided into tiles of TILE positions: a slot of its prefix has its own number as position, and what it sees after the prefix
+// continues the count. A tile is a softmax of its own: scores of its keys and their maximum, then weights and the weighted sum, each in the order
+// of slots. Tiles are merged in order at the end, scaled by the maximum of all. So tiles can be computed by any thread, and a query's
+// result depends only on the keys and values it sees and their positions, not on other queries, the batch, the page table, or the slots of its
+// ancestors in the window. Cost is proportional to visible slots, not to the width of the page table.
 
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <type_traits>
 #include <vector>
 
+#include "product.h"
 #include "simd.h"
 
 namespace {
 
 constexpr int KEYS = 32;     // keys per block
+constexpr int TILE = 256;    // positions per tile
 constexpr int QUERIES = 64;  // (token, head) pairs that share one transposed block of keys
 constexpr float MINUS_INF = -std::numeric_limits<float>::infinity();
 
@@ -31,6 +35,7 @@ inline float fma1(float a, float b, float c) {
 #endif
 }
 
+// Words of 32 bits: row i of `row` becomes column i of `out`, whose rows are KEYS long.
 inline void transpose8(const float* const* row, int64_t at, float* out) {
   f8 a[8], b[8];
   for (int i = 0; i < 8; ++i) a[i] = load8(row[i] + at);
@@ -49,13 +54,54 @@ inline void transpose8(const float* const* row, int64_t at, float* out) {
   }
 }
 
-// A block of keys, channel by channel.
-inline void transpose(const float* const* key, int64_t dim, float* out) {
-  int64_t d = 0;
-  for (; d + 8 <= dim; d += 8)
-    for (int k = 0; k < KEYS; k += 8) transpose8(key + k, d, out + d * KEYS + k);
-  for (; d < dim; ++d)
-    for (int k = 0; k < KEYS; ++k) out[d * KEYS + k] = key[k][d];
+#ifdef __AVX512F__
+inline void transpose16(const float* const* row, int64_t at, float* out) {
+  // Four words of four rows are one register as they are loaded, so that what remains to be shuffled stays within its quarters.
+  for (int quarter = 0; quarter < 4; ++quarter) {
+    __m512 a[4], b[4];
+    for (int i = 0; i < 4; ++i) {
+      const auto part = [&](int k) { return _mm_loadu_ps(row[4 * k + i] + at + 4 * quarter); };
+      __m512 x = _mm512_castps128_ps512(part(0));
+      x = _mm512_insertf32x4(x, part(1), 1);
+      x = _mm512_insertf32x4(x, part(2), 2);
+      a[i] = _mm512_insertf32x4(x, part(3), 3);
+    }
+    for (int i = 0; i < 2; ++i) {
+      b[2 * i] = _mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]);
+      b[2 * i + 1] = _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; ++i) {
+      float* to = out + (4 * quarter + 2 * i) * KEYS;
+      _mm512_storeu_ps(to, _mm512_shuffle_ps(b[i], b[i + 2], 0x44));
+      _mm512_storeu_ps(to + KEYS, _mm512_shuffle_ps(b[i], b[i + 2], 0xee));
+    }
+  }
+}
+#endif
+
+inline void transpose_words(const float* const* key, int64_t words, float* out) {
+  int64_t w = 0;
+#ifdef __AVX512F__
+  for (; w + 16 <= words; w += 16)
+    for (int k = 0; k < KEYS; k += 16) transpose16(key + k, w, out + w * KEYS + k);
+#endif
+  for (; w + 8 <= words; w += 8)
+    for (int k = 0; k < KEYS; k += 8) transpose8(key + k, w, out + w * KEYS + k);
+}
+
+// A block of keys, channel by channel. `room`: as much as `out`.
+template <class T>
+inline void transpose(const T* const* key, int64_t dim, float* out, float* room) {
+  constexpr int64_t PER_WORD = sizeof(float) / sizeof(T);
+  const int64_t words = dim / PER_WORD / 8 * 8;
+  const float* row[KEYS];
+  for (int k = 0; k < KEYS; ++k) row[k] = reinterpret_cast<const float*>(key[k]);
+  transpose_words(row, words, PER_WORD == 1 ? out : room);
+  if constexpr (PER_WORD == 2)
+    for (int64_t w = 0; w < words; ++w)
+      for (int k = 0; k < KEYS; k += 16) widen_pairs(reinterpret_cast<const T*>(room + w * KEYS + k), out + 2 * w * KEYS + k, out + (2 * w + 1) * KEYS + k);
+  for (int64_t d = words * PER_WORD; d < dim; ++d)
+    for (int k = 0; k < KEYS; ++k) out[d * KEYS + k] = widen(key[k][d]);
 }
 
 // Scores of NQ queries against one transposed block.
@@ -77,8 +123,8 @@ inline void score_block(const float* const* query, const float* key_t, int64_t d
 }
 
 // acc[q] += sum over keys of weight * value, NV vectors of channels from `at` on; with TOTAL also total[q] += sum over keys of weight.
-template <int NQ, int NV, bool TOTAL>
-inline void value_block(const float* const* weight, const float* const* value, int keys, int64_t at, float* const* acc, float* const* total) {
+template <int NQ, int NV, bool TOTAL, class T>
+inline void value_block(const float* const* weight, const T* const* value, int keys, int64_t at, float* const* acc, float* const* total) {
   f16 sum[NQ][NV], all[NQ];
   for (int q = 0; q < NQ; ++q) {
     for (int v = 0; v < NV; ++v) sum[q][v] = load16(acc[q] + at + v * 16);
@@ -103,25 +149,25 @@ inline void value_block(const float* const* weight, const float* const* value, i
   }
 }
 
-// Channels [at, to) of acc, and the totals.
-template <int NQ>
-inline void weighted_values(const float* const* weight, const float* const* value, int keys, int64_t at, int64_t to, float* const* acc,
-                            float* const* total) {
-  if (to - at >= 32) {
+// All channels of acc, and the totals.
+template <int NQ, class T>
+inline void weighted_values(const float* const* weight, const T* const* value, int keys, int64_t dim, float* const* acc, float* const* total) {
+  int64_t at = 0;
+  if (dim >= 32) {
     value_block<NQ, 2, true>(weight, value, keys, at, acc, total);
-    for (at += 32; at + 32 <= to; at += 32) value_block<NQ, 2, false>(weight, value, keys, at, acc, total);
-  } else if (to - at >= 16) {
+    for (at += 32; at + 32 <= dim; at += 32) value_block<NQ, 2, false>(weight, value, keys, at, acc, total);
+  } else if (dim >= 16) {
     value_block<NQ, 1, true>(weight, value, keys, at, acc, total);
     at += 16;
   } else {
     for (int q = 0; q < NQ; ++q)
       for (int k = 0; k < keys; ++k) *total[q] += weight[q][k];
   }
-  for (; at + 16 <= to; at += 16) value_block<NQ, 1, false>(weight, value, keys, at, acc, total);
-  for (; at < to; ++at)
+  for (; at + 16 <= dim; at += 16) value_block<NQ, 1, false>(weight, value, keys, at, acc, total);
+  for (; at < dim; ++at)
     for (int q = 0; q < NQ; ++q) {
       float sum = acc[q][at];
-      for (int k = 0; k < keys; ++k) sum = fma1(weight[q][k], value[k][at], sum);
+      for (int k = 0; k < keys; ++k) sum = fma1(weight[q][k], widen(value[k][at]), sum);
       acc[q][at] = sum;
     }
 }
@@ -131,9 +177,15 @@ struct Visible {
   std::vector<int64_t> lo, hi;
   const int64_t* words = nullptr;
   int64_t num_words = 0, base = 0;
-  std::vector<int64_t> slots;   // seen by any query, ascending; no other slot is loaded
-  std::vector<int64_t> rows;    // rows of the pool that hold these slots
-  std::vector<uint32_t> masks;  // [tokens][blocks of KEYS]: which of these slots each query sees
+  std::vector<int64_t> slots;   // seen by any query, ascending, after as many as make the first a multiple of KEYS
+  std::vector<int64_t> rows;    // rows of the pool that hold these slots; of those that no query sees, a row that one sees
+  // Blocks of KEYS of these slots, by tile and slot. A block in which queries have different tiles is a step of each.
+  struct Step {
+    int64_t block, tile;
+  };
+  std::vector<Step> steps;
+  std::vector<int64_t> tiles;   // the first step of each tile, and the number of steps
+  std::vector<uint32_t> masks;  // [tokens][steps]: which slots of the block each query sees in that tile
   std::vector<int32_t> cover;
   std::vector<int64_t> extra;
 
@@ -168,6 +220,12 @@ struct Visible {
         if (slot >= 0 && slot < length) extra.push_back(slot);
       }
     }
+    const int64_t least = extra.empty() ? first : std::min(first, extra.front());
+    if (least < length && (first < last || !extra.empty()))
+      for (int64_t slot = least / KEYS * KEYS; slot < least; ++slot) {
+        slots.push_back(slot);
+        rows.push_back(std::max<int64_t>(table[least / page_size], 0) * page_size + least % page_size);
+      }
     size_t next = 0;
     int32_t depth = 0;
     for (int64_t slot = first; slot < last; ++slot) {
@@ -178,33 +236,107 @@ struct Visible {
       if (depth > 0 || listed) add(slot);
     }
     for (; next < extra.size(); ++next) add(extra[next]);
-    mask(tokens);
+    divide(tokens);
   }
 
   int64_t blocks() const { return (static_cast<int64_t>(slots.size()) + KEYS - 1) / KEYS; }
+  int64_t num_tiles() const { return static_cast<int64_t>(tiles.size()) - 1; }
+  int64_t longest_tile() const {
+    int64_t most = 0;
+    for (int64_t i = 0; i < num_tiles(); ++i) most = std::max(most, tiles[i + 1] - tiles[i]);
+    return most;
+  }
 
  private:
-  void mask(int64_t tokens) {
-    const int64_t total = slots.size();
-    masks.assign(tokens * blocks(), 0);
-    for (int64_t t = 0; t < tokens; ++t)
-      for (int64_t b = 0; b < blocks(); ++b) {
-        const int64_t first = b * KEYS, count = std::min<int64_t>(KEYS, total - first);
-        const int64_t low = slots[first], high = slots[first + count - 1];
-        uint32_t& bits = masks[t * blocks() + b];
-        if (low >= lo[t] && high < hi[t])
-          bits = count == KEYS ? ~0u : (1u << count) - 1;
-        else if (words != nullptr || (low < hi[t] && high >= lo[t]))
-          for (int64_t k = 0; k < count; ++k) {
-            const int64_t slot = slots[first + k];
-            bits |= static_cast<uint32_t>((slot >= lo[t] && slot < hi[t]) || bit(t, slot)) << k;
-          }
+  struct Part {
+    int64_t block, tile, token;
+    uint32_t mask;
+  };
+  std::vector<Part> parts;
+  std::vector<uint32_t> whole;  // [tokens][blocks]
+
+  // Slots of a block that a query sees.
+  uint32_t mask(int64_t t, int64_t block) const {
+    const int64_t first = block * KEYS, count = std::min<int64_t>(KEYS, static_cast<int64_t>(slots.size()) - first);
+    const int64_t low = slots[first], high = slots[first + count - 1];
+    if (low >= lo[t] && high < hi[t]) return count == KEYS ? ~0u : (1u << count) - 1;
+    uint32_t bits = 0;
+    if (words != nullptr || (low < hi[t] && high >= lo[t]))
+      for (int64_t k = 0; k < count; ++k) {
+        const int64_t slot = slots[first + k];
+        bits |= static_cast<uint32_t>((slot >= lo[t] && slot < hi[t]) || bit(t, slot)) << k;
       }
+    return bits;
+  }
+
+  void divide(int64_t tokens) {
+    const int64_t count = blocks();
+    steps.clear();
+    parts.clear();
+    whole.assign(tokens * count, 0);
+    for (int64_t t = 0; t < tokens; ++t) {
+      int64_t after = hi[t];  // the position of the next slot that is not of the prefix
+      for (int64_t b = 0; b < count; ++b) {
+        uint32_t seen = mask(t, b);
+        if (seen == 0) continue;
+        const int64_t first = b * KEYS, tile = slots[first] / TILE;
+        const int64_t last = slots[std::min<int64_t>(first + KEYS, slots.size()) - 1];
+        if (last < hi[t] && last / TILE == tile) {
+          whole[t * count + b] = seen;
+          continue;
+        }
+        for (; seen; seen &= seen - 1) {
+          const int k = __builtin_ctz(seen);
+          const int64_t slot = slots[first + k], position = slot >= lo[t] && slot < hi[t] ? slot : after++;
+          if (parts.empty() || parts.back().token != t || parts.back().block != b || parts.back().tile != position / TILE)
+            parts.push_back({b, position / TILE, t, 0});
+          parts.back().mask |= 1u << k;
+        }
+      }
+    }
+    for (int64_t b = 0; b < count; ++b)
+      for (int64_t t = 0; t < tokens; ++t)
+        if (whole[t * count + b] != 0) {
+          steps.push_back({b, slots[b * KEYS] / TILE});
+          break;
+        }
+    for (const Part& part : parts) steps.push_back({part.block, part.tile});
+    const auto before = [](const Step& a, const Step& b) { return a.tile != b.tile ? a.tile < b.tile : a.block < b.block; };
+    const auto same = [](const Step& a, const Step& b) { return a.tile == b.tile && a.block == b.block; };
+    std::sort(steps.begin(), steps.end(), before);
+    steps.erase(std::unique(steps.begin(), steps.end(), same), steps.end());
+    tiles.clear();
+    masks.assign(tokens * steps.size(), 0);
+    for (size_t i = 0; i < steps.size(); ++i) {
+      const Step& step = steps[i];
+      if (i == 0 || steps[i - 1].tile != step.tile) tiles.push_back(i);
+      if (slots[step.block * KEYS] / TILE == step.tile)
+        for (int64_t t = 0; t < tokens; ++t) masks[t * steps.size() + i] = whole[t * count + step.block];
+    }
+    tiles.push_back(steps.size());
+    for (const Part& part : parts)
+      masks[part.token * steps.size() + (std::lower_bound(steps.begin(), steps.end(), Step{part.block, part.tile}, before) - steps.begin())] |= part.mask;
   }
 };
 
 struct Shape {
   int64_t lanes, tokens, heads, groups, dim, columns, page_size, pages, layer, num_words, query_b, query_t, query_h;
+};
+
+// A KV pool, and the code of its dtype.
+struct Pool {
+  char* data;
+  int64_t code;
+
+  // f of a pointer to its first element.
+  template <class F>
+  void visit(F&& f) const {
+    switch (code) {
+      case graphspec::BFLOAT16: return f(reinterpret_cast<bfloat*>(data));
+      case graphspec::FLOAT16: return f(reinterpret_cast<half*>(data));
+      default: return f(reinterpret_cast<float*>(data));
+    }
+  }
 };
 
 // How scores become weights: see tree_attention() in graphspec/kernels/attention. softcap 0: none; sinks, by head, may be null.
@@ -214,8 +346,7 @@ struct Scores {
 };
 
 struct Scratch {
-  std::vector<const float*> key, value;
-  Floats key_t, score, acc;
+  Floats key_t, room, score, parts;
 };
 
 inline int64_t clip(int64_t x, int64_t length) { return std::clamp<int64_t>(x, 0, length); }
@@ -303,105 +434,20 @@ inline int by_quads(int q, int count, F&& f) {
   return f(std::integral_constant<int, 1>()), 1;
 }
 
-// What divides a weighted sum: the sum of weights, to which a head's sink adds as a key without a value.
-inline float weights_sum(float sum, float peak, const Scores& how, int64_t head) {
-  if (how.sinks != nullptr && peak != MINUS_INF) sum += exp8(splat(how.sinks[head] - peak))[0];
-  return sum == 0.0f ? 1.0f : sum;
-}
+// Queries of one lane that are computed together: of KV heads [first, last), `each` a head, from number `from` on. A head's queries are numbered by
+// token and head.
+struct Batch {
+  int64_t lane, first, last, from, each;
+  int64_t count() const { return (last - first) * each; }
+};
 
-// One lane, one KV head, tokens [first, last).
-inline void attend(const Shape& n, const float* query, const float* pool, const Visible& see, int64_t lane, int64_t group, int64_t first,
-                   int64_t last, const Scores& how, float* out, Scratch& s) {
-  const int64_t repeat = n.heads / n.groups, total = see.slots.size(), blocks = see.blocks(), padded = blocks * KEYS;
-  const int64_t row = n.groups * n.dim, plane = n.pages * n.page_size * row;
-  const float* keys = pool + 2 * n.layer * plane + group * n.dim;
-  s.key.resize(padded);
-  s.value.resize(padded);
-  for (int64_t i = 0; i < total; ++i) {
-    s.key[i] = keys + see.rows[i] * row;
-    s.value[i] = s.key[i] + plane;
-  }
-  // The last block is padded with a visible key, whose scores are masked.
-  for (int64_t i = total; i < padded; ++i) s.key[i] = s.key[total - 1], s.value[i] = s.value[total - 1];
-  s.key_t.resize(n.dim * KEYS);
-  s.score.resize(QUERIES * padded);
-  s.acc.resize(QUERIES * n.dim);
-
-  const int64_t all = (last - first) * repeat;
-  for (int64_t start = 0; start < all; start += QUERIES) {
-    const int count = static_cast<int>(std::min<int64_t>(QUERIES, all - start));
-    const float* q_row[QUERIES];
-    const uint32_t* mask[QUERIES];
-    float *out_row[QUERIES], *acc[QUERIES], *totals[QUERIES];
-    widest peaks[QUERIES];
-    float peak[QUERIES], sum[QUERIES];
-    for (int q = 0; q < count; ++q) {
-      const int64_t token = first + (start + q) / repeat, head = group * repeat + (start + q) % repeat;
-      q_row[q] = query + lane * n.query_b + token * n.query_t + head * n.query_h;
-      out_row[q] = out + ((lane * n.tokens + token) * n.heads + head) * n.dim;
-      mask[q] = see.masks.data() + token * blocks;
-      acc[q] = s.acc.data() + q * n.dim;
-      totals[q] = sum + q;
-      peaks[q] = widest{} + MINUS_INF;
-      sum[q] = 0.0f;
-    }
-    const auto scores = [&](int q, int64_t b) { return s.score.data() + q * padded + b * KEYS; };
-    const auto seen = [&](int q, int some, int64_t b) {
-      uint32_t any = 0;
-      for (int i = 0; i < some; ++i) any |= mask[q + i][b];
-      return any != 0;
-    };
-    for (int64_t b = 0; b < blocks; ++b) {
-      if (!seen(0, count, b)) continue;
-      transpose(&s.key[b * KEYS], n.dim, s.key_t.data());
-      for (int q = 0; q < count;)
-        q += by_quads(q, count, [&](auto some) {
-          if (!seen(q, some, b)) return;
-          float* score[some];
-          for (int i = 0; i < some; ++i) score[i] = scores(q + i, b);
-          score_block<some>(q_row + q, s.key_t.data(), n.dim, how.scale, score);
-        });
-      if (how.softcap > 0.0f)
-        for (int q = 0; q < count; ++q)
-          if (mask[q][b] != 0) cap_block(scores(q, b), how.softcap);
-      for (int q = 0; q < count; ++q)
-        if (mask[q][b] != 0) mask_and_peak(scores(q, b), mask[q][b], peaks[q]);
-    }
-    for (int q = 0; q < count; ++q) peak[q] = largest(peaks[q]);
-    std::fill(s.acc.begin(), s.acc.end(), 0.0f);
-    for (int64_t b = 0; b < blocks; ++b) {
-      const int filled = static_cast<int>(std::min<int64_t>(KEYS, total - b * KEYS));
-      for (int q = 0; q < count;)
-        q += by_quads(q, count, [&](auto some) {
-          if (!seen(q, some, b)) return;
-          const float* weight[some];
-          for (int i = 0; i < some; ++i) {
-            float* score = scores(q + i, b);
-            weight[i] = score;
-            if (mask[q + i][b] == 0 || peak[q + i] == MINUS_INF)
-              std::fill(score, score + KEYS, 0.0f);
-            else
-              exp_block(score, peak[q + i]);
-          }
-          weighted_values<some>(weight, &s.value[b * KEYS], filled, 0, n.dim, acc + q, totals + q);
-        });
-    }
-    for (int q = 0; q < count; ++q) {
-      const float divisor = weights_sum(sum[q], peak[q], how, group * repeat + (start + q) % repeat);
-      for (int64_t d = 0; d < n.dim; ++d) out_row[q][d] = acc[q][d] / divisor;
-    }
-  }
-}
-
-// Attention of a batch as pieces of work in two phases, in whichever way suits the threads and the longest lane.
+// Attention of a batch of lanes as pieces of work.
 //
-// Over many keys, phase SCORE makes the scores of a range of keys, and phase VALUE the weighted sum of a range of channels: both read rows of the pool
-// from end to end, as the hardware's prefetchers follow them, and whatever the ranges are, no sum changes its order. Over few keys,
-// or for many queries, there is no phase SCORE, and `attend` does all of it.
+// Few queries over many keys are divided by tile: rows of the pool are read from end to end, those of all KV heads together, as the
+// hardware's prefetchers follow them; whoever finishes a lane's last piece merges its tiles. Otherwise one lane, one KV head and a part of
+// the tokens are a piece.
 class Attending {
  public:
-  enum Phase { SCORE, VALUE };
-
   void divide(const Shape& n, int threads) {
     n_ = n;
     threads_ = threads;
@@ -409,48 +455,56 @@ class Attending {
     each_ = n.tokens * (n.heads / n.groups);
     band_ = std::clamp<int64_t>(QUERIES / std::max<int64_t>(each_, 1), 1, n.groups);
     bands_ = (n.groups + band_ - 1) / band_;
-    unit_ = n.dim % 32 == 0 ? 32 : n.dim;
+    part_ = (n.dim + 2 + 15) / 16 * 16;
   }
 
-  int chunks(int phase, const Visible* see) const {
-    if (!rows(see)) return phase == SCORE ? 0 : static_cast<int>(n_.lanes * n_.groups * splits_);
-    return static_cast<int>(n_.lanes * bands_ * (phase == SCORE ? key_parts(see) : column_parts()));
+  int chunks(const Visible* see) const {
+    return static_cast<int>(by_tile(see) ? n_.lanes * bands_ * pieces(see) : n_.lanes * n_.groups * splits_);
   }
 
-  // done(token, head, first channel, last channel) follows what is finished of `out`.
-  template <class Done>
-  void work(int phase, int chunk, int64_t layer, const float* query, const float* pool, const Visible* see, const Scores& how, float* out, Scratch& s,
-            Done&& done) {
-    Shape n = n_;
-    n.layer = layer;
-    if (!rows(see)) {
-      const int64_t lane = chunk / (n.groups * splits_), group = chunk / splits_ % n.groups, part = chunk % splits_, repeat = n.heads / n.groups;
-      const int64_t first = part * n.tokens / splits_, last = (part + 1) * n.tokens / splits_;
-      attend(n, query, pool, see[lane], lane, group, first, last, how, out, s);
-      for (int64_t t = first; t < last; ++t)
-        for (int64_t h = group * repeat; h < (group + 1) * repeat; ++h) done(lane * n.tokens + t, h, int64_t{0}, n.dim);
-      return;
-    }
-    const int64_t parts = phase == SCORE ? key_parts(see) : column_parts(), part = chunk % parts, lane = chunk / (parts * bands_);
-    const int64_t band = chunk / parts % bands_, first = band * band_, last = std::min(n.groups, first + band_);
-    if (phase == SCORE)
-      score(n, query, pool, see, lane, first, last, part, how, s);
-    else
-      weigh(n, pool, see, lane, first, last, part, how, out, s, done);
-  }
-
-  // Room for the scores of any layer: to be called when every `see` is known, before the first SCORE. `sees`: how many sets of lanes there are.
+  // Room for the tiles of any layer: to be called when every `see` is known, before work(). `sees`: how many sets of lanes there are.
   void reserve(const Visible* see, int64_t sees) {
     stride_ = 0;
     for (int64_t i = 0; i < sees; ++i)
-      if (rows(see + i * n_.lanes)) stride_ = std::max(stride_, longest(see + i * n_.lanes) * KEYS);
-    const size_t queries = stride_ == 0 ? 0 : n_.lanes * n_.groups * each_;
-    if (scores_.size() < queries * stride_) scores_.resize(queries * stride_);
-    if (peaks_.size() < queries * pieces()) peaks_.resize(queries * pieces());
+      if (by_tile(see + i * n_.lanes)) stride_ = std::max(stride_, longest(see + i * n_.lanes));
+    if (stride_ == 0) return;
+    const size_t size = n_.lanes * n_.groups * each_ * stride_ * part_;
+    if (parts_.size() < size) parts_.resize(size);
+    if (places_ < n_.lanes * bands_) {
+      places_ = n_.lanes * bands_;
+      done_ = std::make_unique<std::atomic<int64_t>[]>(places_);
+    }
+    for (int64_t i = 0; i < places_; ++i) done_[i].store(0, std::memory_order_relaxed);
+  }
+
+  // done(token, head) follows each finished row of `out`.
+  template <class T, class Done>
+  void work(int chunk, int64_t layer, const float* query, const T* pool, const Visible* see, const Scores& how, float* out, Scratch& s, Done&& done) {
+    const int64_t repeat = n_.heads / n_.groups;
+    if (!by_tile(see)) {
+      const int64_t lane = chunk / (n_.groups * splits_), group = chunk / splits_ % n_.groups, part = chunk % splits_;
+      const int64_t last = (part + 1) * n_.tokens / splits_ * repeat, tiles = see[lane].num_tiles();
+      s.parts.resize(QUERIES * std::max<int64_t>(tiles, 1) * part_);
+      for (int64_t from = part * n_.tokens / splits_ * repeat; from < last; from += QUERIES) {
+        const Batch batch{lane, group, group + 1, from, std::min<int64_t>(QUERIES, last - from)};
+        for (int64_t tile = 0; tile < tiles; ++tile) compute(batch, tile, layer, query, pool, see[lane], how, s.parts.data(), tiles, s);
+        merge(batch, tiles, how, s.parts.data(), tiles, out, done);
+      }
+      return;
+    }
+    const int64_t count = pieces(see), part = chunk % count, place = chunk / count, lane = place / bands_, first = place % bands_ * band_;
+    const Batch batch{lane, first, std::min(n_.groups, first + band_), 0, each_};
+    float* parts = parts_.data() + (lane * n_.groups + first) * each_ * stride_ * part_;
+    const int64_t tiles = see[lane].num_tiles();
+    for (int64_t tile = part * tiles / count; tile < (part + 1) * tiles / count; ++tile)
+      compute(batch, tile, layer, query, pool, see[lane], how, parts, stride_, s);
+    if (done_[place].fetch_add(1, std::memory_order_acq_rel) + 1 < count) return;
+    done_[place].store(0, std::memory_order_relaxed);
+    merge(batch, tiles, how, parts, stride_, out, done);
   }
 
  private:
-  static constexpr int64_t LONG = 32, MIN_BLOCKS = 8;  // blocks of keys: from which two phases pay, and in one piece
+  static constexpr int64_t LONG = 4;  // tiles from which on they are divided
 #ifdef __AVX2__
   static constexpr bool FAST = true;
 #else
@@ -459,133 +513,132 @@ class Attending {
 
   int64_t longest(const Visible* see) const {
     int64_t most = 0;
-    for (int64_t lane = 0; lane < n_.lanes; ++lane) most = std::max(most, see[lane].blocks());
+    for (int64_t lane = 0; lane < n_.lanes; ++lane) most = std::max(most, see[lane].num_tiles());
     return most;
   }
-  bool rows(const Visible* see) const { return FAST && each_ <= QUERIES && longest(see) >= LONG; }
-  int64_t pieces() const { return threads_ == 1 ? 1 : (2 * threads_ + n_.lanes * bands_ - 1) / (n_.lanes * bands_); }
-  int64_t key_parts(const Visible* see) const { return std::min(pieces(), longest(see) / MIN_BLOCKS); }
-  int64_t column_parts() const { return std::min(pieces(), band_ * (n_.dim / unit_)); }
-  // Queries are numbered by group, token and head.
-  int64_t first_query(int64_t lane, int64_t group) const { return (lane * n_.groups + group) * each_; }
+  bool by_tile(const Visible* see) const { return FAST && each_ <= QUERIES && longest(see) >= LONG; }
+  int64_t pieces(const Visible* see) const {
+    return threads_ == 1 ? 1 : std::min((2 * threads_ + n_.lanes * bands_ - 1) / (n_.lanes * bands_), longest(see));
+  }
 
-  static bool seen(const uint32_t* const* mask, int some, int64_t block) {
+  static bool seen(const uint32_t* const* mask, int some, int64_t step) {
     uint32_t any = 0;
-    for (int i = 0; i < some; ++i) any |= mask[i][block];
+    for (int i = 0; i < some; ++i) any |= mask[i][step];
     return any != 0;
   }
 
   // The rows of a block. The last block is padded with a visible row, whose scores are masked.
-  static void point(const Visible& see, int64_t block, int64_t row, const float* base, const float** to) {
-    const int64_t first = block * KEYS, count = std::min<int64_t>(KEYS, see.rows.size() - first);
+  template <class T>
+  static int point(const Visible& see, int64_t block, int64_t row, const T* base, const T** to) {
+    const int64_t first = block * KEYS, count = std::min<int64_t>(KEYS, static_cast<int64_t>(see.rows.size()) - first);
     for (int64_t k = 0; k < count; ++k) to[k] = base + see.rows[first + k] * row;
     for (int64_t k = count; k < KEYS; ++k) to[k] = to[count - 1];
+    return static_cast<int>(count);
   }
 
-  void score(const Shape& n, const float* query, const float* pool, const Visible* sees, int64_t lane, int64_t first, int64_t last, int64_t part,
-             const Scores& how, Scratch& s) {
-    const Visible& see = sees[lane];
-    const int64_t repeat = n.heads / n.groups, row = n.groups * n.dim, blocks = see.blocks(), parts = key_parts(sees);
-    const float* keys = pool + 2 * n.layer * n.pages * n.page_size * row;
-    const int count = static_cast<int>(each_);
+  // One tile: the maximum of a query's scores, the sum of weights and the weighted sum, at parts[query * tiles + tile], part_ floats each.
+  template <class T>
+  void compute(const Batch& batch, int64_t tile, int64_t layer, const float* query, const T* pool, const Visible& see, const Scores& how, float* parts,
+               int64_t tiles, Scratch& s) const {
+    const int64_t repeat = n_.heads / n_.groups, row = n_.groups * n_.dim, plane = n_.pages * n_.page_size * row, dim = n_.dim;
+    const T *keys = pool + 2 * layer * plane, *values = keys + plane;
+    const int64_t begin = see.tiles[tile], end = see.tiles[tile + 1], width = (end - begin) * KEYS;
+    const int count = static_cast<int>(batch.count()), each = static_cast<int>(batch.each);
     const uint32_t* mask[QUERIES];
     const float* q_row[QUERIES];
+    float *acc[QUERIES], *sum[QUERIES], peak[QUERIES];
     widest peaks[QUERIES];
-    for (int64_t group = first, at = 0; group < last; ++group)
-      for (int q = 0; q < count; ++q, ++at) {
-        mask[at] = see.masks.data() + q / repeat * blocks;
-        q_row[at] = query + lane * n.query_b + q / repeat * n.query_t + (group * repeat + q % repeat) * n.query_h;
-        peaks[at] = widest{} + MINUS_INF;
-      }
-    s.key_t.resize(n.dim * KEYS);
-    for (int64_t b = part * blocks / parts; b < (part + 1) * blocks / parts; ++b)
-      for (int64_t group = first; group < last; ++group) {
-        if (!seen(mask, count, b)) continue;
-        const float* key[KEYS];
-        point(see, b, row, keys + group * n.dim, key);
-        transpose(key, n.dim, s.key_t.data());
-        const int64_t at = (group - first) * each_;
-        float* to = scores_.data() + first_query(lane, group) * stride_ + b * KEYS;
-        for (int q = 0; q < count;)
-          q += by_quads(q, count, [&](auto some) {
-            if (!seen(mask + q, some, b)) return;
+    s.key_t.resize(dim * KEYS);
+    s.room.resize(dim * KEYS);
+    s.score.resize(QUERIES * width);
+    for (int at = 0; at < count; ++at) {
+      const int64_t group = batch.first + at / each, q = batch.from + at % each;
+      mask[at] = see.masks.data() + q / repeat * see.steps.size();
+      q_row[at] = query + batch.lane * n_.query_b + q / repeat * n_.query_t + (group * repeat + q % repeat) * n_.query_h;
+      peaks[at] = widest{} + MINUS_INF;
+    }
+    const auto score_of = [&](int64_t q, int64_t step) { return s.score.data() + q * width + (step - begin) * KEYS; };
+    const T* rows[KEYS];
+    for (int64_t step = begin; step < end; ++step)
+      for (int64_t group = batch.first, at = 0; group < batch.last; ++group, at += each) {
+        if (!seen(mask + at, each, step)) continue;
+        point(see, see.steps[step].block, row, keys + group * dim, rows);
+        transpose(rows, dim, s.key_t.data(), s.room.data());
+        for (int q = 0; q < each;)
+          q += by_quads(q, each, [&](auto some) {
+            if (!seen(mask + at + q, some, step)) return;
             float* score[some];
-            for (int i = 0; i < some; ++i) score[i] = to + (q + i) * stride_;
-            score_block<some>(q_row + at + q, s.key_t.data(), n.dim, how.scale, score);
+            for (int i = 0; i < some; ++i) score[i] = score_of(at + q + i, step);
+            score_block<some>(q_row + at + q, s.key_t.data(), dim, how.scale, score);
           });
-        if (how.softcap > 0.0f)
-          for (int q = 0; q < count; ++q)
-            if (mask[q][b] != 0) cap_block(to + q * stride_, how.softcap);
-        for (int q = 0; q < count; ++q)
-          if (mask[q][b] != 0) mask_and_peak(to + q * stride_, mask[q][b], peaks[at + q]);
+        for (int64_t q = at; q < at + each; ++q) {
+          if (mask[q][step] == 0) continue;
+          if (how.softcap > 0.0f) cap_block(score_of(q, step), how.softcap);
+          mask_and_peak(score_of(q, step), mask[q][step], peaks[q]);
+        }
       }
-    for (int64_t q = 0; q < (last - first) * each_; ++q) peaks_[(first_query(lane, first) + q) * parts + part] = largest(peaks[q]);
+    for (int q = 0; q < count; ++q) {
+      float* part = parts + (q * tiles + tile) * part_;
+      peak[q] = part[0] = largest(peaks[q]);
+      sum[q] = part + 1, acc[q] = part + 2;
+      std::fill(part + 1, part + 2 + dim, 0.0f);
+    }
+    for (int64_t step = begin; step < end; ++step)
+      for (int64_t group = batch.first, at = 0; group < batch.last; ++group, at += each) {
+        if (!seen(mask + at, each, step)) continue;
+        const int filled = point(see, see.steps[step].block, row, values + group * dim, rows);
+        for (int q = 0; q < each;)
+          q += by_quads(q, each, [&](auto some) {
+            if (!seen(mask + at + q, some, step)) return;
+            const float* weight[some];
+            for (int i = 0; i < some; ++i) {
+              float* score = score_of(at + q + i, step);
+              weight[i] = score;
+              if (mask[at + q + i][step] == 0 || peak[at + q + i] == MINUS_INF)
+                std::fill(score, score + KEYS, 0.0f);
+              else
+                exp_block(score, peak[at + q + i]);
+            }
+            weighted_values<some>(weight, rows, filled, dim, acc + at + q, sum + at + q);
+          });
+      }
   }
 
   template <class Done>
-  void weigh(const Shape& n, const float* pool, const Visible* sees, int64_t lane, int64_t first, int64_t last, int64_t part, const Scores& how,
-             float* out, Scratch& s, Done&& done) {
-    const Visible& see = sees[lane];
-    const int64_t repeat = n.heads / n.groups, row = n.groups * n.dim, blocks = see.blocks(), parts = key_parts(sees), total = see.rows.size();
-    const int64_t units = (last - first) * (n.dim / unit_), columns = column_parts();
-    const int64_t begin = first * n.dim + part * units / columns * unit_, end = first * n.dim + (part + 1) * units / columns * unit_;
-    if (begin == end) return;
-    const float* values = pool + (2 * n.layer + 1) * n.pages * n.page_size * row;
-    const int count = static_cast<int>(each_);
-    first = begin / n.dim, last = (end + n.dim - 1) / n.dim;
-    s.acc.assign((last - first) * each_ * n.dim, 0.0f);
-    s.score.resize(QUERIES * KEYS);
-    const uint32_t* mask[QUERIES];
-    float *acc[QUERIES], *sums[QUERIES], sum[QUERIES], peak_of[QUERIES];
-    for (int64_t q = 0; q < (last - first) * each_; ++q) {
-      mask[q] = see.masks.data() + q % each_ / repeat * blocks;
-      acc[q] = s.acc.data() + q * n.dim;
-      sum[q] = 0.0f, sums[q] = sum + q;
-      const float* peak = peaks_.data() + (first_query(lane, first) + q) * parts;
-      float most = peak[0];
-      for (int64_t p = 1; p < parts; ++p) most = peak[p] > most || peak[p] != peak[p] ? peak[p] : most;
-      peak_of[q] = most;
-    }
-    for (int64_t b = 0; b < blocks; ++b) {
-      const int filled = static_cast<int>(std::min<int64_t>(KEYS, total - b * KEYS));
-      for (int64_t group = first; group < last; ++group) {
-        const float* value[KEYS];
-        point(see, b, row, values + group * n.dim, value);
-        const int64_t from = std::max<int64_t>(begin - group * n.dim, 0), to = std::min(end - group * n.dim, n.dim), at = (group - first) * each_;
-        const float* scores = scores_.data() + first_query(lane, group) * stride_ + b * KEYS;
-        for (int q = 0; q < count;)
-          q += by_quads(q, count, [&](auto some) {
-            if (!seen(mask + q, some, b)) return;
-            const float* weight[some];
-            for (int i = 0; i < some; ++i) {
-              float* own = s.score.data() + (q + i) * KEYS;
-              weight[i] = own;
-              const float most = peak_of[at + q + i];
-              if (mask[q + i][b] == 0 || most == MINUS_INF) {
-                std::fill(own, own + KEYS, 0.0f);
-              } else {
-                std::memcpy(own, scores + (q + i) * stride_, KEYS * sizeof(float));
-                exp_block(own, most);
-              }
-            }
-            weighted_values<some>(weight, value, filled, from, to, acc + at + q, sums + at + q);
-          });
+  void merge(const Batch& batch, int64_t tiles, const Scores& how, const float* parts, int64_t stride, float* out, Done&& done) const {
+    const int64_t repeat = n_.heads / n_.groups;
+    for (int64_t at = 0; at < batch.count(); ++at) {
+      const int64_t q = batch.from + at % batch.each, token = batch.lane * n_.tokens + q / repeat;
+      const int64_t head = (batch.first + at / batch.each) * repeat + q % repeat;
+      const float* part = parts + at * stride * part_;
+      float* to = out + (token * n_.heads + head) * n_.dim;
+      float peak = MINUS_INF, sum = 0.0f;
+      for (int64_t t = 0; t < tiles; ++t) {
+        const float own = part[t * part_];
+        peak = own > peak || own != own ? own : peak;
       }
-    }
-    for (int64_t group = first; group < last; ++group)
-      for (int q = 0; q < count; ++q) {
-        const int64_t token = lane * n.tokens + q / repeat, head = group * repeat + q % repeat, at = (group - first) * each_ + q;
-        const int64_t from = std::max<int64_t>(begin - group * n.dim, 0), to = std::min(end - group * n.dim, n.dim);
-        const float divisor = weights_sum(sum[at], peak_of[at], how, head);
-        for (int64_t d = from; d < to; ++d) out[(token * n.heads + head) * n.dim + d] = s.acc[at * n.dim + d] / divisor;
-        done(token, head, from, to);
+      std::fill(to, to + n_.dim, 0.0f);
+      for (int64_t t = 0; t < tiles; ++t) {
+        const float* from = part + t * part_;
+        if (from[0] == MINUS_INF) continue;
+        const float share = exp8(splat(from[0] - peak))[0];
+        sum = fma1(from[1], share, sum);
+        int64_t d = 0;
+        for (; d + 8 <= n_.dim; d += 8) store8(to + d, fmadd(load8(from + 2 + d), splat(share), load8(to + d)));
+        for (; d < n_.dim; ++d) to[d] = fma1(from[2 + d], share, to[d]);
       }
+      if (how.sinks != nullptr && peak != MINUS_INF) sum += exp8(splat(how.sinks[head] - peak))[0];
+      const float divisor = sum == 0.0f ? 1.0f : sum;
+      for (int64_t d = 0; d < n_.dim; ++d) to[d] /= divisor;
+      done(token, head);
+    }
   }
 
   Shape n_{};
   int threads_ = 1;
-  int64_t splits_ = 1, each_ = 0, band_ = 1, bands_ = 1, unit_ = 1, stride_ = 0;
-  Floats scores_, peaks_;
+  int64_t splits_ = 1, each_ = 0, band_ = 1, bands_ = 1, part_ = 16, stride_ = 0, places_ = 0;
+  Floats parts_;
+  std::unique_ptr<std::atomic<int64_t>[]> done_;
 };
 
 }  // namespace

@@ -11,6 +11,7 @@ from ...host import native_build
 SOURCES = (
     "attention.cpp",
     "cycle.cpp",
+    "experts.cpp",
     "filter.cpp",
     "linear.cpp",
     "product.cpp",

@@ -38,6 +38,8 @@ def bits(value: float) -> int:
     return word
 
 
+KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of pools, whose numbers are widened to float32 as they are read."""
 MAX_DIMS = 6
 
 

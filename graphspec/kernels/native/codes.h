@@ -34,9 +34,11 @@ inline n16 operator<<(n16 x, int by) { return {x.low << by, x.high << by}; }
 inline n16 operator>>(n16 x, int by) { return {x.low >> by, x.high >> by}; }
 inline n16 operator&(n16 x, int32_t mask) { return {x.low & mask, x.high & mask}; }
 inline n16 words16(const char* p) {
-  n16 x;
-  std::memcpy(&x, p, sizeof x);
-  return x;
+  // Half by half: as one object GCC copies it through the stack in other pieces than it reads.
+  i8 low, high;
+  std::memcpy(&low, p, sizeof low);
+  std::memcpy(&high, p + sizeof low, sizeof high);
+  return {low, high};
 }
 // Eight bytes, widened; T is their type.
 template <class T>

@@ -138,8 +138,17 @@ struct half {
   uint16_t bits;
 };
 
-#ifndef __F16C__
+inline float widen(float x) { return x; }
+inline float widen(bfloat x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float out;
+  std::memcpy(&out, &bits, sizeof out);
+  return out;
+}
 inline float widen(half x) {
+#ifdef __F16C__
+  return _cvtsh_ss(x.bits);
+#else
   const uint32_t magnitude = x.bits & 0x7fffu, sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   float out;
   if (magnitude < 0x400u) {
@@ -153,8 +162,41 @@ inline float widen(half x) {
   bits |= sign;
   std::memcpy(&out, &bits, sizeof out);
   return out;
-}
 #endif
+}
+
+// To the nearest, of two equally near to the even one, as torch rounds.
+inline void narrow(float x, float& to) { to = x; }
+inline void narrow(float x, bfloat& to) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  to.bits = x != x ? 0x7fc0u : static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+}
+inline void narrow(float x, half& to) {
+#ifdef __F16C__
+  to.bits = _cvtss_sh(x, 0);
+#else
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  uint32_t out;
+  if (magnitude > 0x7f800000u) {
+    out = 0x7e00u;
+  } else if (magnitude >= 0x47800000u) {
+    out = 0x7c00u;
+  } else if (magnitude < 0x38800000u) {
+    // Below the smallest normal number: adding 1/2 leaves units of 2^-24 in the low bits, rounded.
+    float sum;
+    std::memcpy(&sum, &magnitude, sizeof sum);
+    sum += 0.5f;
+    std::memcpy(&out, &sum, sizeof out);
+    out -= 0x3f000000u;
+  } else {
+    out = (magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1)) >> 13;
+  }
+  to.bits = static_cast<uint16_t>(out | (bits >> 16 & 0x8000u));
+#endif
+}
 
 #ifdef __AVX512F__
 // GCC 12 makes five instructions of __builtin_convertvector where there is one.
@@ -178,10 +220,33 @@ inline f8 widen8(const half* p) {
   return f8{widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3]), widen(p[4]), widen(p[5]), widen(p[6]), widen(p[7])};
 #endif
 }
-template <class T>
-inline f16 load16(const T* p) {
+inline f16 load16(const bfloat* p) { return {widen8(p), widen8(p + 8)}; }
+inline f16 load16(const half* p) {
   return {widen8(p), widen8(p + 8)};
 }
 #endif
+
+// Sixteen words of two numbers each, in two parts: those of the lower halves, and those of the upper halves.
+inline void widen_pairs(const bfloat* from, float* lower, float* upper) {
+  for (int i = 0; i < 16; ++i) {
+    uint32_t word;
+    std::memcpy(&word, from + 2 * i, sizeof word);
+    const uint32_t low = word << 16, high = word & 0xffff0000u;
+    std::memcpy(lower + i, &low, sizeof low);
+    std::memcpy(upper + i, &high, sizeof high);
+  }
+}
+inline void widen_pairs(const half* from, float* lower, float* upper) {
+#ifdef __AVX512F__
+  const __m512i words = _mm512_loadu_si512(from);
+  _mm512_storeu_ps(lower, _mm512_maskz_cvtph_ps(0xffff, _mm512_maskz_cvtepi32_epi16(0xffff, words)));
+  _mm512_storeu_ps(upper, _mm512_maskz_cvtph_ps(0xffff, _mm512_maskz_cvtepi32_epi16(0xffff, _mm512_srli_epi32(words, 16))));
+#else
+  half halves[2][16];
+  for (int i = 0; i < 16; ++i) halves[0][i] = from[2 * i], halves[1][i] = from[2 * i + 1];
+  store16(lower, load16(halves[0]));
+  store16(upper, load16(halves[1]));
+#endif
+}
 
 }  // namespace

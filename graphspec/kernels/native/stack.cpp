@@ -1,4 +1,4 @@
-// A stack of decoder layers over paged KV, float32: norms, projections, rotation, KV, attention, residuals, gated MLP, taps. Plain C interface.
+// A stack of decoder layers over paged KV, in float32 arithmetic: norms, projections, rotation, KV, attention, residuals, gated MLP, taps. Plain C interface.
 //
 // Rows of all lanes run side by side. Each phase of a layer is divided into chunks that a team of threads claims (team.h); no phase forks
 // threads or allocates. What a row becomes depends on that row and the keys and values it sees alone, to the bit: products sum as product.h says,
@@ -34,17 +34,19 @@ struct Call {
   const char* weights;
   const StackPlan* plan;
   const float *residual, *input;  // input: what the first attention reads instead of the normed residual, or null
-  float *pool, *out, *taps;
+  char* pool;
+  float *out, *taps;
   const float* rope;
   const int64_t* rope_row;
   const int32_t* table;
   const int64_t *slot, *position, *begin, *end, *ancestors;  // no ancestors: causal
   const uint8_t* valid;
   int64_t lanes, tokens, columns, page_size, pages, num_words, rope_rows;
+  int64_t pool_code;
   int64_t first, last, num_taps, final_norm, kv_only;  // layers [first, last); num_taps 0: keep none
 };
 
-enum Phase { INPUT_NORM, QKV, SCORE, ATTEND, OUT, OUT_NORM, MLP_NORM, GATE_UP, DOWN, DOWN_NORM, PHASES };
+enum Phase { INPUT_NORM, QKV, ATTEND, OUT, OUT_NORM, MLP_NORM, GATE_UP, DOWN, DOWN_NORM, PHASES };
 
 // Rows per chunk of a norm. Up to one chunk of rows, the norm has no phase: each thread normalises them for itself, which is faster than a hand-over.
 constexpr int64_t ROWS = 16;
@@ -112,8 +114,7 @@ class Stack final : public graphspec::Program {
     switch (phase) {
       case INPUT_NORM: return layer.input_norm >= 0 && rows_ > ROWS ? row_chunks() : 0;
       case QKV: return block_chunks(blocks(qkv_), each_qkv_);
-      case SCORE: return w_.attending.chunks(Attending::SCORE, seen(layer));
-      case ATTEND: return w_.attending.chunks(Attending::VALUE, seen(layer));
+      case ATTEND: return w_.attending.chunks(seen(layer));
       case OUT_NORM: return layer.out_norm >= 0 ? row_chunks() : 0;
       case DOWN_NORM: return layer.down_norm >= 0 ? row_chunks() : 0;
       case MLP_NORM: return layer.mlp_norm >= 0 && rows_ > ROWS ? row_chunks() : 0;
@@ -131,8 +132,7 @@ class Stack final : public graphspec::Program {
     switch ((number - FIRST) % PHASES) {
       case INPUT_NORM: return norm(chunk, layer.input_norm, entering(l), w_.normed.data());
       case QKV: return qkv(l, chunk);
-      case SCORE: return attention(Attending::SCORE, layer, chunk);
-      case ATTEND: return attention(Attending::VALUE, layer, chunk);
+      case ATTEND: return attention(layer, chunk);
       case OUT: return add(chunk, {at(layer.out), layer.out_code, query_, p_.hidden}, layer.out_bias, w_.mixed.data(), layer.out_norm, entering(l), w_.residual.data());
       case OUT_NORM: return add_normed(chunk, layer.out_norm, entering(l), w_.residual.data());
       case MLP_NORM: return norm(chunk, layer.mlp_norm, w_.residual.data(), w_.normed.data());
@@ -151,6 +151,7 @@ class Stack final : public graphspec::Program {
   const void* at(int64_t offset) const { return c_.weights + offset; }
   const float* floats(int64_t offset) const { return offset < 0 ? nullptr : reinterpret_cast<const float*>(c_.weights + offset); }
   const float* entering(int64_t l) const { return l == 0 ? c_.residual : w_.residual.data(); }
+  Pool pool() const { return {c_.pool, c_.pool_code}; }
   float* leaving(int64_t l) const { return l == count_ - 1 && !normed_at_end_ ? c_.out : w_.residual.data(); }
   int row_chunks() const { return static_cast<int>((rows_ + ROWS - 1) / ROWS); }
   static int block_chunks(int64_t count, int64_t each) { return static_cast<int>((count + each - 1) / each); }
@@ -209,7 +210,8 @@ class Stack final : public graphspec::Program {
       }
     };
     blocks_of(chunk, each_qkv_, {at(layer.qkv), layer.qkv_code, layer.input_size, qkv_}, x, write);
-    heads(l, chunk * each_qkv_ * BLOCK / p_.dim, std::min(qkv_, (chunk + 1) * each_qkv_ * BLOCK) / p_.dim);
+    const int64_t first = chunk * each_qkv_ * BLOCK / p_.dim, last = std::min(qkv_, (chunk + 1) * each_qkv_ * BLOCK) / p_.dim;
+    pool().visit([&](auto* pool) { heads(l, first, last, pool); });
     if (chunk == 0 && layer.tap >= 0 && c_.num_taps > 0) tap(0, rows_, layer.tap, entering(l));
   }
 
@@ -280,41 +282,44 @@ class Stack final : public graphspec::Program {
 
   // Normalise and rotate queries and keys, and write KV, for heads [first, last) of every row. Queries, keys and values are numbered in this order;
   // a gated query counts twice, first the query and then its gate.
-  void heads(int64_t l, int64_t first, int64_t last) {
+  template <class T>
+  void heads(int64_t l, int64_t first, int64_t last, T* pool) {
     const LayerPlan& layer = layers_[l];
     const int64_t kv = p_.groups * p_.dim, plane = c_.pages * c_.page_size * kv, length = c_.columns * c_.page_size;
     const int64_t per_query = p_.gated ? 2 : 1, key = per_query * p_.heads, value = key + p_.groups;
     const float *query_norm = floats(layer.query_norm), *key_norm = floats(layer.key_norm);
-    float* keys = c_.pool + 2 * layer.kv_layer * plane;
+    T* keys = pool + 2 * layer.kv_layer * plane;
     for (int64_t r = 0; r < rows_; ++r) {
       const float* rope = c_.rope + std::clamp<int64_t>(c_.rope_row[r] + layer.rope_rows, 0, c_.rope_rows - 1) * p_.rotary;
       // Invalid tokens are written to the dummy page, which is never read.
       const int64_t slot = std::clamp<int64_t>(c_.slot[r], 0, length - 1), lane = r / c_.tokens;
       const int64_t page = c_.valid[r] ? c_.table[lane * c_.columns + slot / c_.page_size] : 0;
-      float* to = keys + (page * c_.page_size + slot % c_.page_size) * kv;
+      T* to = keys + (page * c_.page_size + slot % c_.page_size) * kv;
       for (int64_t h = first; h < last; ++h) {
         float* head = w_.qkv.data() + r * qkv_ + h * p_.dim;
         const float* weight = h < key ? query_norm : key_norm;
         const bool turns = h < key ? h % per_query == 0 : h < value;
         if (turns && weight != nullptr) rms_norm(head, weight, static_cast<float>(p_.eps), p_.dim, head);
         if (turns) rotate(head, rope);
-        if (h >= key) std::memcpy(h < value ? to + (h - key) * p_.dim : to + plane + (h - value) * p_.dim, head, p_.dim * sizeof(float));
+        if (h < key) continue;
+        T* kept = h < value ? to + (h - key) * p_.dim : to + plane + (h - value) * p_.dim;
+        for (int64_t i = 0; i < p_.dim; ++i) narrow(head[i], kept[i]);
       }
     }
   }
 
-  void attention(int phase, const LayerPlan& layer, int chunk) {
+  void attention(const LayerPlan& layer, int chunk) {
     static thread_local Scratch scratch;
-    const auto gate = [&](int64_t token, int64_t head, int64_t from, int64_t to) {
+    const auto gate = [&](int64_t token, int64_t head) {
       if (!p_.gated) return;
       float* out = w_.mixed.data() + (token * p_.heads + head) * p_.dim;
       const float* gate = w_.qkv.data() + token * qkv_ + head * shape_.query_h + p_.dim;
-      int64_t i = from;
-      for (; i + 8 <= to; i += 8) store8(out + i, load8(out + i) * sigmoid8(load8(gate + i)));
-      for (; i < to; ++i) out[i] *= sigmoid8(splat(gate[i]))[0];
+      int64_t i = 0;
+      for (; i + 8 <= p_.dim; i += 8) store8(out + i, load8(out + i) * sigmoid8(load8(gate + i)));
+      for (; i < p_.dim; ++i) out[i] *= sigmoid8(splat(gate[i]))[0];
     };
     const Scores how{static_cast<float>(p_.scale), static_cast<float>(p_.softcap), floats(layer.sinks)};
-    w_.attending.work(phase, chunk, layer.kv_layer, w_.qkv.data(), c_.pool, seen(layer), how, w_.mixed.data(), scratch, gate);
+    pool().visit([&](auto* pool) { w_.attending.work(chunk, layer.kv_layer, w_.qkv.data(), pool, seen(layer), how, w_.mixed.data(), scratch, gate); });
   }
 
   const Call& c_;

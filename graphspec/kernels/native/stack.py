@@ -16,8 +16,8 @@ from ...errors import ConfigError
 from ..linear.packed import Packed, as_bytes
 from ..op import Written
 from . import define_op
-from .call import bits, call, dense, require
-from .pack import ALIGNMENT, BLOCK, code_of, pack_linear, pack_segments
+from .call import KV_DTYPES, bits, call, dense, require
+from .pack import ALIGNMENT, BLOCK, CODE, code_of, pack_linear, pack_segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ def _decode(
     Args:
         residual: float32, input of the first layer.
         entering: input of the first layer's attention, already normed, if it is another tensor than ``residual``.
-        kv_pool: ``[layers, 2, pages, page_size, G, D]`` float32, contiguous; written in place.
+        kv_pool: ``[layers, 2, pages, page_size, G, D]`` of one of :data:`.call.KV_DTYPES`, contiguous; written in place, in its dtype.
         weights, plan: of :func:`pack_stack`.
         rope: float32, cosines then sines; rope_row: int64, the row of each token, clamped into the table.
         table: int32. slot: int64, slot of each token's KV. valid: bool; KV of invalid tokens goes to the dummy page.
@@ -217,12 +217,13 @@ def _decode(
         ``[B, T, taps * H]``; two empty tensors with ``kv_only``.
 
     Raises:
-        ConfigError: rows or pool are not float32, or the pool is not contiguous.
+        ConfigError: rows are not float32, or the pool has another dtype or is not contiguous.
     """
     lanes, tokens, hidden = residual.shape
     _, _, pages, page_size, _, _ = kv_pool.shape
-    if not kv_pool.is_contiguous() or kv_pool.dtype is not torch.float32 or residual.dtype is not torch.float32:
-        raise ConfigError("native decoder", "a contiguous float32 pool and float32 rows", f"{kv_pool.dtype}, {residual.dtype}")
+    if not kv_pool.is_contiguous() or kv_pool.dtype not in KV_DTYPES or residual.dtype is not torch.float32:
+        expected = f"a contiguous pool of one of {', '.join(map(str, KV_DTYPES))}, and float32 rows"
+        raise ConfigError("native decoder", expected, f"{kv_pool.dtype}, {residual.dtype}")
     out = residual.new_empty((0,) if kv_only else residual.shape)
     tapped = residual.new_empty((0,) if kv_only else (lanes, tokens, taps * hidden))
     read = (residual, entering, kv_pool, out, tapped, rope, rope_row, table, slot, position, begin, end, ancestors, valid)
@@ -230,7 +231,7 @@ def _decode(
     call(
         "decode",
         (weights, plan, *(None if x is None else dense(x) for x in read)),
-        lanes, tokens, table.shape[1], page_size, pages, words, rope.shape[0], first, last, taps, final_norm, kv_only,
+        lanes, tokens, table.shape[1], page_size, pages, words, rope.shape[0], CODE[kv_pool.dtype], first, last, taps, final_norm, kv_only,
     )  # fmt: skip
     return out, tapped
 

@@ -74,7 +74,7 @@ class EngineSide:
             "shape": shape.numbers if shape.num_steps else None,
             "runtime": plan.runtime.name,
             "attention": resolve("kernels.attention", plan.attention, plan.kernels, plan.device, plan.dtype),
-            "dtype": plan.dtype,
+            "dtype": plan.weight_dtype,
             "device": plan.device,
             "digest": self.workload.digest,
             "long_prompts": list(self.workload.long),

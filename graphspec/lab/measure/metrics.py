@@ -17,6 +17,10 @@ from typing import Any
 FINISHED = ("stop", "length")
 """Finish reasons of served requests; others count only as aborted."""
 ITL_SAMPLES = 2000
+TEXT_PARTS = 16
+"""Parts of an output over which acceptance is followed."""
+FIRST_TOKENS = 256
+"""Tokens of the first request whose times are recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +200,56 @@ def acceptance(cycles: Iterable[CycleCount]) -> dict[str, Any]:
     }
 
 
+def acceptance_within(rounds: Sequence[Round]) -> dict[str, Any]:
+    """Acceptance lengths of parts of the workload, over whole cycles that drafted.
+
+    Returns:
+        ``acceptance_by_request``: by the number of the request. ``acceptance_along_text``: for consecutive stretches of ``stretch_tokens``
+        new tokens, at most :data:`TEXT_PARTS`, the length of the cycles that began in each; None where none did. Empty, and 0 tokens,
+        where nothing was drafted.
+    """
+    by_request: dict[int, list[int]] = {}
+    by_place: list[tuple[int, int]] = []
+    longest = 0
+    for one in rounds:
+        for number, timeline in enumerate(one.timelines):
+            if not timeline.served:
+                continue
+            place = 1  # the prefill's token is before the first cycle
+            for cycle in timeline.whole_cycles:
+                if cycle.depth:
+                    by_request.setdefault(number, []).append(cycle.tokens)
+                    by_place.append((place, cycle.tokens))
+                    longest = max(longest, timeline.tokens)
+                place += cycle.tokens
+    stretch = -(-longest // TEXT_PARTS)
+    parts: list[list[int]] = [[] for _ in range(-(-longest // stretch) if stretch else 0)]
+    for place, tokens in by_place:
+        parts[place // stretch].append(tokens)
+    return {
+        "acceptance_by_request": {str(number): statistics.fmean(tokens) for number, tokens in sorted(by_request.items())},
+        "acceptance_along_text": [statistics.fmean(tokens) if tokens else None for tokens in parts],
+        "stretch_tokens": stretch,
+    }
+
+
+def first_request(rounds: Sequence[Round]) -> list[tuple[float, int]]:
+    """Milliseconds since arrival, and tokens, of each delivery of request 0, up to :data:`FIRST_TOKENS` tokens; empty if it was not served.
+
+    Of the round with the median speed; of two medians, the slower.
+    """
+    typical = sorted(rounds, key=lambda one: one.tokens_per_second)[(len(rounds) - 1) // 2]
+    if not (typical.timelines and typical.timelines[0].served):
+        return []
+    request, found, tokens = typical.timelines[0], [], 0
+    for moment, count in request.bursts:
+        if tokens >= FIRST_TOKENS:
+            break
+        tokens += count
+        found.append((1e3 * (moment - request.arrived), count))
+    return found
+
+
 def figures(rounds: Sequence[Round]) -> dict[str, Any]:
     """All figures of one side's rounds, under the keys of a result record. Latencies pool the requests of all rounds."""
     served = [timeline for one in rounds for timeline in one.served]
@@ -215,6 +269,8 @@ def figures(rounds: Sequence[Round]) -> dict[str, Any]:
         "itl_samples_ms": [1e3 * gap for gap in downsampled(gaps, ITL_SAMPLES)],
         "burst_tokens": {str(tokens): count for tokens, count in sorted(bursts.items())},
         **acceptance(cycle for timeline in with_cycles for cycle in timeline.whole_cycles),
+        **acceptance_within(rounds),
+        "first_request": first_request(rounds),
         "drafted_per_second": drafted / seconds if with_cycles and seconds else None,
         "accepted_per_second": accepted / seconds if with_cycles and seconds else None,
         "aborted": sum(not timeline.served for one in rounds for timeline in one.timelines),

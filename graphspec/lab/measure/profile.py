@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -132,6 +133,9 @@ def _write(config: LaunchConfig, subject: Measured, rows: Sequence[dict[str, Any
         # Several cases of a sweep may end within one second.
         number += 1
         file = file.with_name(f"{file.stem.removesuffix(f'-{number - 1}')}-{number}.jsonl")
+    if config.profile.trace is not None:
+        # Relative, so that the two can be moved together.
+        head["trace"] = os.path.relpath(user_path("profile.trace", config.profile.trace), file.parent)
     write_jsonl(file, [head, *rows])
     return file
 

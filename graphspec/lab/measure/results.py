@@ -34,8 +34,10 @@ SIDE_KEYS: dict[str, tuple[type, ...]] = {
 ROWS = {"stages": ("name", "ms", "bytes", "floor_ms", "percent_of_floor"), "build": ("program", "warm_up_s", "capture_s", "bytes"),
         "memory": ("name", "bytes")}  # fmt: skip
 """Lists of objects: the text that names a row, and its numbers."""
-SAMPLES = ("itl_samples_ms", "acceptance_unconditional", "acceptance_conditional")
+SAMPLES = ("itl_samples_ms", "acceptance_unconditional", "acceptance_conditional", "acceptance_along_text")
 COUNTS = "burst_tokens"
+BY_REQUEST = "acceptance_by_request"
+FIRST_REQUEST = "first_request"
 ONCE = "n=1"
 """Mark of a side that was measured in one round only: its spread is unknown."""
 
@@ -168,6 +170,8 @@ class Results:
     predictions: list[Line] = field(default_factory=list)
     plans: list[Line] = field(default_factory=list)
     provenances: list[dict[str, Any]] = field(default_factory=list)
+    traces: list[Path] = field(default_factory=list)
+    """Chrome traces that were written next to the measurements; they need not exist any more."""
     replaced: int = 0
     """Measurements left out because the files hold a newer one of the same side."""
 
@@ -241,7 +245,7 @@ def read_results(names: Sequence[str]) -> Results:
     """Read files and folders. Unknown kinds, and lines without one, are ignored."""
     results = Results(find_files(names))
     kinds: dict[str, Callable[[Line], None]] = {
-        "provenance": lambda line: results.provenances.append(line.record),
+        "provenance": lambda line: _provenance(line, results),
         "side": lambda line: results.sides.append(_side(line)),
         "generation": lambda line: results.generations.append(_generation(line)),
         "prediction": lambda line: results.predictions.append(_numbers(line, "predicted_ms", "measured_ms")),
@@ -259,6 +263,14 @@ def read_results(names: Sequence[str]) -> Results:
     _keep_newest(results)
     _label(results.sides)
     return results
+
+
+def _provenance(line: Line, results: Results) -> None:
+    results.provenances.append(line.record)
+    if (trace := line.get("trace")) is not None:
+        if not isinstance(trace, str):
+            line.fail("trace", "a path relative to the file", repr(trace)[:60])
+        results.traces.append(Path(line.place.rpartition(":")[0]).parent / trace)
 
 
 def _side(line: Line) -> SideRecord:
@@ -279,12 +291,16 @@ def _side(line: Line) -> SideRecord:
     return SideRecord(line.place, record, line.provenance)
 
 
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _number_or_none(value: object) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    return value is None or _number(value)
 
 
 def _check_parts(line: Line) -> None:
-    """Check the contents of a side's lists and objects against :data:`ROWS`, :data:`SAMPLES` and :data:`COUNTS`."""
+    """Check the contents of a side's lists and objects: :data:`ROWS`, :data:`SAMPLES`, :data:`COUNTS`, and those named below."""
     for key, (name, *numbers) in ROWS.items():
         for row in _list(line, key, line.record.get(key)):
             if not (isinstance(row, dict) and isinstance(row.get(name), str) and all(_number_or_none(row.get(part)) for part in numbers)):
@@ -296,12 +312,20 @@ def _check_parts(line: Line) -> None:
     counts = line.get(COUNTS, {})
     if not (isinstance(counts, dict) and all(size.isdecimal() and isinstance(count, int) for size, count in counts.items())):
         line.fail(COUNTS, "an object of numbers by burst size", repr(counts)[:80])
+    by_request = line.get(BY_REQUEST, {})
+    if not (isinstance(by_request, dict) and all(map(str.isdecimal, by_request)) and all(map(_number, by_request.values()))):
+        line.fail(BY_REQUEST, "an object of numbers by request", repr(by_request)[:80])
+    for pair in _list(line, FIRST_REQUEST, line.record.get(FIRST_REQUEST)):
+        if not (isinstance(pair, list) and len(pair) == 2 and all(map(_number, pair))):
+            line.fail(FIRST_REQUEST, "a list of pairs of milliseconds and tokens", repr(pair)[:60])
+    if not _number_or_none(line.record.get("stretch_tokens")):
+        line.fail("stretch_tokens", "a number", repr(line.record["stretch_tokens"])[:60])
     for key, value in line.get("open_loop", {}).items():
         if not all(map(_number_or_none, value.values() if isinstance(value, dict) else [value])):
             line.fail(f"open_loop.{key}", "a number, null, or an object of numbers", repr(value)[:60])
     for key in ("ratio", "tokens_per_second"):
         rounds = _list(line, f"{key}.rounds", line.get(key, {}).get("rounds"))
-        if any(value is None or not _number_or_none(value) for value in rounds):
+        if not all(map(_number, rounds)):
             line.fail(f"{key}.rounds", "a list of numbers", repr(rounds)[:80])
 
 

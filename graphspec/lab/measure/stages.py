@@ -47,7 +47,9 @@ def profile_cycles(
     run(free)
     key = free.most_common()
     not_measured: dict[str, str] = {}
-    model = FloorModel.of(plan.target, plan.draft, plan.dtype, plan.variant, token_map, packed=uses_packed_weights(plan))
+    model = FloorModel.of(
+        plan.target, plan.draft, plan.weight_dtype, plan.variant, token_map, packed=uses_packed_weights(plan), kv_dtype=plan.kv_dtype
+    )
     if bandwidth is None or plan.device == "cpu":
         touched = model.working_set(key.shape, key.bucket, context) if isinstance(key, GraphKey) else None
         bandwidth = copy_bandwidth(plan.device, seconds=0.2, working_set=touched)

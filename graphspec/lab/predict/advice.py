@@ -185,6 +185,11 @@ class Outlook:
         maximum = (1 + slack) * verify(1)
         return 1 + bisect_left(range(2, MAX_WINDOW + 1), True, key=lambda nodes: verify(nodes) > maximum)
 
+    def verify_costs(self, batch: int, nodes: Sequence[int]) -> list[StageCost]:
+        """What verification costs with each of these numbers of nodes per row."""
+        shapes = (PLAIN if count == 1 else CycleShape(count - 1, 1, count) for count in nodes)
+        return [self.model.stages(shape, batch, self.context)[-1] for shape in shapes]
+
     def crossover(self, lengths: Mapping[CycleShape, float], largest: int = LARGEST_BATCH) -> int | None:
         """The smallest batch from which no shape is predicted to be faster than plain decoding; None: up to ``largest`` some always is.
 

@@ -18,6 +18,7 @@ from ...errors import spell_bytes
 from ...graphs.memory import GIB, MemoryPlan, fit_memory, parameter_bytes
 from ...kernels import resolve
 from ...models.stack import uses_packed_weights
+from ...plan.dtypes import resolve_dtypes
 from ...plan.plan import Plan, make_plan
 from ...plan.runtime import resolve_runtime
 from ...shapes import PLAIN
@@ -157,8 +158,8 @@ def capacity(
     engine, plan = at(shown, context)
     recurrent = pair.target.recurrent
     per_token = (
-        kv_bytes_per_token(pair.target, model.itemsize),
-        kv_bytes_per_token(smallest.draft.decoder, model.itemsize) if smallest.draft is not None else 0,
+        kv_bytes_per_token(pair.target, model.kv_itemsize),
+        kv_bytes_per_token(smallest.draft.decoder, model.kv_itemsize) if smallest.draft is not None else 0,
     )
     return Capacity(
         parts=tuple((line.name, line.size, line.estimate) for line in plan.lines),
@@ -212,7 +213,14 @@ def _network_sizes(config: LaunchConfig, pair: ModelPair, model: FloorModel, pla
 def packs_weights(config: Config, device: str, dtype: str) -> bool:
     """Whether linear layers of the engine would hold their weights packed."""
     mode = config.kernels.mode if config.kernels.mode != "auto" else resolve_runtime(config.runtime.name, device).kernels
-    return device == "cpu" and resolve("kernels.linear", config.kernels.linear, mode, device, dtype) == "native"
+    compute = resolve_dtypes(dtype, "auto", dtype, device, mode).compute
+    return device == "cpu" and resolve("kernels.linear", config.kernels.linear, mode, device, compute) == "native"
+
+
+def kv_dtype_of(config: Config, device: str, dtype: str) -> str:
+    """Of the engine's KV pools."""
+    mode = config.kernels.mode if config.kernels.mode != "auto" else resolve_runtime(config.runtime.name, device).kernels
+    return resolve_dtypes(dtype, config.runtime.kv_dtype, dtype, device, mode).kv
 
 
 def engine_plan(

@@ -12,6 +12,7 @@ from ...config.command_options import LaunchConfig
 from ...config.paths import check_writable, make_folder
 from ...errors import spell_bytes
 from ...host.terminal import status, table
+from ...kernels.linear.moe_route import distinct_experts
 from ..measure.provenance import provenance, write_jsonl
 from .advice import FREE, LARGEST_BATCH, Efficiency
 from .latency import gathered
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 KERNELS_SHOWN = 6
+NODES = (1, 2, 3, 4, 8, 16)
+"""For which the experts that are read are shown."""
 LENGTHS = (1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0)
 """Acceptance lengths for which speeds are shown."""
 
@@ -71,6 +74,8 @@ def show(advice: Advice, console: Console | None = None) -> None:
     console.print()
     for draw in (memory_table, batches_table, stages_table, lengths_table):
         console.print(draw(advice))
+    if advice.outlook.model.target.experts is not None and advice.variant.speculates:
+        console.print(experts_table(advice))
     if advice.ranks:
         console.print(ranks_table(advice))
     if advice.launches:
@@ -212,6 +217,21 @@ def stages_table(advice: Advice) -> Table:
     return table("stages with weights, recommended shape", headings, rows, ("stage", "bound"))
 
 
+def experts_table(advice: Advice) -> Table:
+    """What several nodes read of a mixture of experts, and how many tokens of a cycle that costs before any draft."""
+    outlook, batch = advice.outlook, advice.rows[0].batch
+    facts, rows = outlook.model.target.experts, []
+    assert facts is not None, "a mixture"
+    costs = outlook.verify_costs(batch, NODES)
+    plain = costs[0].floor_ms(outlook.hardware)
+    for nodes, cost in zip(NODES, costs, strict=True):
+        floor, hit = cost.floor_ms(outlook.hardware), distinct_experts(facts.num_experts, facts.topk, batch * nodes)
+        rows.append((str(nodes), f"{hit:.1f}", spell_bytes(cost.parts["experts"]), f"{floor:.3f}", f"{floor / plain:.2f}"))
+    title = f"experts of a layer that N nodes read, of {facts.num_experts}, batch {batch}"
+    caption = "As if nodes chose independently. Tokens: what a cycle has to commit to make up for it, drafts not counted."
+    return table(title, ("N", "experts", "bytes of all", "floor ms", "tokens"), rows, caption=caption)
+
+
 def launches_table(advice: Advice) -> Table:
     """Where the time of one cycle goes, launch by launch."""
     plain, programmatic = advice.launches
@@ -243,11 +263,15 @@ def crossover_line(advice: Advice) -> str:
     free = f"free N: verification costs at most {FREE:.0%} more than for one node; pays from: tokens per cycle that beat plain decoding."
     if not advice.variant.speculates:
         return free
-    if advice.crossover is None:
-        maximum = advice.capacity.rows
-        up_to = f"that fits, up to {maximum}" if maximum else f"up to {LARGEST_BATCH}"
-        return f"Drafting is predicted to pay at every batch {up_to}. {free}"
-    return f"Drafting stops paying at batch {advice.crossover}. {free}"
+    maximum = advice.capacity.rows
+    up_to = f"that fits, up to {maximum}" if maximum else f"up to {LARGEST_BATCH}"
+    if advice.crossover == 1:
+        return f"Drafting is predicted to pay at no batch {up_to}. {free}"
+    losing = [str(row.batch) for row in advice.rows if not row.best.shape.num_steps and row.batch < (advice.crossover or LARGEST_BATCH)]
+    stops = "" if advice.crossover is None else f"Drafting stops paying at batch {advice.crossover}. "
+    if losing:
+        return f"Drafting is predicted not to pay at batch {', '.join(losing)}. {stops}{free}"
+    return f"{stops or f'Drafting is predicted to pay at every batch {up_to}. '}{free}"
 
 
 def predictions_table(advice: Advice) -> Table:

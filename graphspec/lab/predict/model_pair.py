@@ -12,7 +12,6 @@ from ...config.schema import VariantConfig
 from ...errors import CheckpointError, ConfigError
 from ...facts import DraftFacts, ModelFacts, read_model_facts
 from ...facts.hub import checkpoint_folder, is_hub_id
-from ...facts.quantisation import read_quantisation
 from ..floor import has_tensors
 
 SHAPES = Path(str(files("graphspec"))) / "lab" / "predict" / "models"
@@ -68,8 +67,6 @@ def read_model_pair(model_path: str, config: VariantConfig, variant: Variant, re
     """
     folder = config_folder(model_path, revision)
     pair = ModelPair(model_path if is_hub_id(model_path) else folder.name, folder, read_model_facts(folder))
-    if pair.target.experts is not None and read_quantisation(folder) is not None:
-        pair.notes.append("mixtures of experts load in full precision only: experts are counted as if they were not quantised")
     if not variant.has_network:
         if config.draft is not None:
             raise ConfigError("variant.draft", f"nothing for variant {variant.name!r}, which has no draft network", config.draft)

@@ -23,7 +23,7 @@ from ..floor import FloorModel, Hardware
 from ..measure.machine import copy_bandwidth, matmul_rate
 from .acceptance import Acceptance, usual_sibling
 from .advice import LARGEST_BATCH, Efficiency, Outlook, Ranked, StagePrediction, Timing, candidate_shapes
-from .capacity import Capacity, Shortfall, capacity, find_shortfall, packs_weights
+from .capacity import Capacity, Shortfall, capacity, find_shortfall, kv_dtype_of, packs_weights
 from .from_results import Measured, acceptance_of, calibrate, predictions, read_measured
 from .latency import DEVICES, CycleEstimate, estimate_cycle
 from .launches import planned_steps
@@ -179,7 +179,8 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
         raise ConfigError("plan.context", f"at most the checkpoint's {longest}", context)
     draft, chosen = draft_of_rank(config, pair.target, pair, variant, device=device, dtype=dtype)
     packed = packs_weights(config, device, dtype)
-    model = FloorModel.of(pair.target, draft, dtype, variant, config.variant.token_map, pair.from_config, packed=packed)
+    kv = kv_dtype_of(config, device, dtype)
+    model = FloorModel.of(pair.target, draft, dtype, variant, config.variant.token_map, pair.from_config, packed=packed, kv_dtype=kv)
     measured = read_measured(options.measured, variant, config.sampling.stated_temperature) if options.measured is not None else None
     here = measured.on(config.hardware.name, device) if measured is not None else None
     notes = list(pair.notes)

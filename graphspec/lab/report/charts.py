@@ -15,14 +15,18 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from ..measure.results import SideRecord
+from ..measure.results import Results, SideRecord
 from .tables import Table, plural, spell_tick
 
 SUBJECT_COLOURS = ("var(--accent)", "var(--c2)", "var(--c3)", "var(--c4)", "var(--c5)", "var(--c6)")
 BASELINE_COLOURS = ("var(--g1)", "var(--g2)")
 SYMBOLS = ("circle", "diamond", "square", "triangle-up", "cross", "star")
+BURST_COLOURS = tuple(f"var(--b{index})" for index in range(1, 7))
+BASELINE_BURST_COLOURS = tuple(f"var(--n{index})" for index in range(1, 7))
 OUTLINE = {"color": "var(--surface)", "width": 1.5}
 """Between neighbouring marks."""
+LOG_FROM = 8.0
+"""Values that span more than this factor are drawn on a logarithmic axis."""
 LABEL_GAP = 17
 """Pixels between the middles of two labels that name lines."""
 ROW = 58
@@ -105,6 +109,26 @@ def smallest_batches(sides: Iterable[SideRecord]) -> tuple[list[SideRecord], boo
     """The sides with the smallest batches, at most :data:`MAX_SIDES`, and whether their batches differ."""
     shown = sorted(sides, key=lambda side: side.batch)[:MAX_SIDES]
     return shown, len({side.batch for side in shown}) > 1
+
+
+def drafting_sides(results: Results, palette: Palette, key: str) -> tuple[list[SideRecord], int]:
+    """Sides with figures of acceptance under ``key``, at most :data:`MAX_LINES`, and how many there are."""
+    sides: dict[str, SideRecord] = {}
+    # Acceptance varies with the batch by chance only, so the smallest batch represents all.
+    for side in sorted(results.sides, key=lambda side: side.batch):
+        found = side.get(key, [])
+        if any(share is not None for share in (found.values() if isinstance(found, dict) else found)):
+            sides.setdefault(side.label, side)
+    # The first sides have distinct colours; those whose acceptance is not the drafter's own are subdued.
+    ranked = sorted(sides.values(), key=lambda side: (bool(side.get("synthetic")), list(palette.styles).index(side.label)))
+    return ranked[:MAX_LINES], len(ranked)
+
+
+def burst_colours(size: int, sizes: Sequence[int], *, subject: bool) -> tuple[str, str]:
+    """Colours of a burst of ``size`` tokens and of its text, where bursts have the ascending ``sizes``."""
+    index, levels = sizes.index(size), len(BURST_COLOURS)
+    level = index if len(sizes) <= levels else round(index * (levels - 1) / (len(sizes) - 1))
+    return (BURST_COLOURS if subject else BASELINE_BURST_COLOURS)[level], "var(--ink)" if level < 3 else "var(--burst-ink)"
 
 
 def shown_note(shown: int, all_: int, which: str = "first") -> str:
@@ -192,6 +216,14 @@ def row_drawing(
 ) -> go.Figure:
     """A figure of horizontal rows of ``pixels`` each, with their labels (:func:`row_labels`), and ``below`` pixels for the axis."""
     return drawing(data, len(labels) * pixels + below, x=x, y=row_axis(len(labels)), annotations=labels, **more)
+
+
+def span(values: Sequence[float]) -> tuple[float, float, bool]:
+    """Ends of an axis for positive ``values``, and whether it is logarithmic, in which case the ends are logarithms."""
+    low, high = min(values), max(values)
+    if low > 0 and high / low > LOG_FROM:
+        return math.log10(low) - 0.08, math.log10(high) + 0.08, True
+    return 0.0, high * 1.1, False
 
 
 def log_axis(low: float, high: float) -> dict[str, Any]:

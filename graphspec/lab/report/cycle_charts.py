@@ -11,10 +11,11 @@ import plotly.graph_objects as go
 
 from ..measure.results import Results, SideRecord, percent_of_floor, unique
 from .charts import (
-    MAX_LINES,
     ROW,
     Chart,
     Palette,
+    burst_colours,
+    drafting_sides,
     drawing,
     end_labels,
     floor_mark,
@@ -34,9 +35,7 @@ from .charts import (
 )
 from .tables import DASH, Table, spell
 
-STAGE_COLOURS = tuple(f"var(--s{index})" for index in range(1, 9))
-BURST_COLOURS = tuple(f"var(--b{index})" for index in range(1, 7))
-BASELINE_BURST_COLOURS = tuple(f"var(--n{index})" for index in range(1, 7))
+STAGE_COLOURS = tuple(f"var(--s{index})" for index in range(1, 10))
 BINS = 48
 RIDGE = 92
 """Pixels of one row of the distribution of gaps."""
@@ -53,16 +52,9 @@ def acceptance(results: Results, palette: Palette) -> list[Chart]:
 
 def _acceptance(results: Results, palette: Palette, key: str, title: str, lede: str) -> Chart:
     id_ = key.replace("_", "-")
-    sides: dict[str, SideRecord] = {}
-    # Acceptance varies with the batch by chance only, so the smallest batch represents all.
-    for side in sorted(results.sides, key=lambda side: side.batch):
-        if any(share is not None for share in side.get(key, [])):
-            sides.setdefault(side.label, side)
-    if not sides:
+    shown, known = drafting_sides(results, palette, key)
+    if not shown:
         return Chart(id_, title, "", missing=f"no side with {key}", wide=False)
-    # The first sides have distinct colours; those whose acceptance is not the drafter's own are subdued.
-    ranked = sorted(sides.values(), key=lambda side: (bool(side.get("synthetic")), list(palette.styles).index(side.label)))
-    shown = ranked[:MAX_LINES]
     data, ends = [], []
     for side in shown:
         shares = side.record[key]
@@ -85,7 +77,7 @@ def _acceptance(results: Results, palette: Palette, key: str, title: str, lede: 
         margin={"r": label_margin([text for _, _, text, _ in ends])},
     )
     lede += " After each name its acceptance length, in tokens per cycle." * any(side.number("acceptance_length") for side in shown)
-    lede += shown_note(len(shown), len(ranked))
+    lede += shown_note(len(shown), known)
     rows = [[marked(side), spell(side.number("acceptance_length")),
              *(spell(share) for share in side.record[key]), *[DASH] * (maximum - len(side.record[key]))] for side in shown]  # fmt: skip
     numbers = Table(["side", "acceptance length", *map(str, range(1, maximum + 1))], rows)
@@ -240,13 +232,11 @@ def bursts(results: Results) -> Chart:
     sizes = sorted({int(size) for side in shown for size in side.record["burst_tokens"]})
     data = []
     rows = [len(shown) - 1 - row for row in range(len(shown))]
-    for index, size in enumerate(sizes):
+    for size in sizes:
         shares = [side.record["burst_tokens"].get(str(size), 0) / sum(side.record["burst_tokens"].values()) for side in shown]
-        level = index if len(sizes) <= len(BURST_COLOURS) else round(index * (len(BURST_COLOURS) - 1) / (len(sizes) - 1))
-        colours = [(BURST_COLOURS if side.subject else BASELINE_BURST_COLOURS)[level] for side in shown]
-        ink = "var(--ink)" if level < 3 else "var(--burst-ink)"
+        colours, inks = zip(*(burst_colours(size, sizes, subject=side.subject) for side in shown), strict=True)
         text = [str(size) if share else "" for share in shares]
-        data.append(stacked(shares, rows, str(size), colours, ink, text, f"{size} at once: <b>%{{x:.1%}}</b> of bursts"))
+        data.append(stacked(shares, rows, str(size), colours, inks[0], text, f"{size} at once: <b>%{{x:.1%}}</b> of bursts"))
     drawn = row_drawing(
         data,
         row_labels([titled(side, several) for side in shown]),

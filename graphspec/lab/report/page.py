@@ -10,10 +10,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -41,7 +44,7 @@ def run(config: LaunchConfig) -> int:
     """
     results = read_results(config.report.files)
     out = check_writable("report.out", config.report.out)
-    text = page(results, plotly_script())
+    text = page(results, plotly_script(), out.parent)
     data = text.encode("utf-8", errors="xmlcharrefreplace")
     make_folder("report.out", out.parent)
     try:
@@ -90,15 +93,17 @@ class Headline:
     tiles: Sequence[tuple[str, str]]
 
 
-def page(results: Results, plotly: str) -> str:
-    """The whole page."""
+def page(results: Results, plotly: str, folder: Path = Path()) -> str:
+    """The whole page, which links to files relative to ``folder``."""
     # These modules alone import plotly, which may be missing: plotly_script reports that.
-    from . import cycle_charts, speed_charts
+    from . import cycle_charts, request_charts, speed_charts
     from .charts import Palette
 
     palette = Palette(results.sides)
     speed = [speed_charts.throughput(results, palette), speed_charts.comparison(results, palette)]
+    speed += [request_charts.arrivals(results, best(results)), request_charts.pareto(results, palette)]
     accepted = cycle_charts.acceptance(results, palette)
+    accepted += [request_charts.along_text(results, palette), request_charts.by_prompt(results, palette)]
     cycle = [cycle_charts.stages(results, palette)]
     latency = [cycle_charts.gaps(results, palette), cycle_charts.bursts(results)]
     shapes = [*speed_charts.shapes(results), speed_charts.prediction(results)]
@@ -112,7 +117,7 @@ def page(results: Results, plotly: str) -> str:
         Section("speed", "Speed", charts=speed),
         Section("generation", "A generation, cycle by cycle", "Tree viewer", body="viewer.html" if generations else ""),
         Section("acceptance", "Acceptance", charts=accepted),
-        Section("cycle", "One cycle", "Cycle", cycle, tables=[tables.host(results)]),
+        Section("cycle", "One cycle", "Cycle", cycle, "trace.html" if results.traces else "", [tables.host(results)]),
         Section("latency", "Latency", charts=latency, body="latencies.html" if timed else ""),
         Section("shapes", "Choosing a shape", "Shapes", shapes, tables=[tables.plans(results)]),
         Section("resources", "Memory and build", "Memory", tables=memory),
@@ -136,6 +141,7 @@ def page(results: Results, plotly: str) -> str:
         sections=[section for section in sections if section.charts or section.body or section.tables],
         latencies=dict(zip(LATENCIES, ("TTFT", "TPOT", "ITL", "E2E"), strict=True)),
         timed=timed,
+        traces=[(trace.name, _link(trace, folder)) for trace in dict.fromkeys(results.traces)],
         origins=tables.origins(results),
         left_out=left_out,
         files=", ".join(path.name for path in results.files[:12]) + (" …" if len(results.files) > 12 else ""),
@@ -159,6 +165,11 @@ def _templates() -> Environment:
 def _web(name: str) -> Markup:
     """A style or script from ``web/``, which the page contains unescaped."""
     return Markup((resources.files(__package__) / "web" / name).read_text(encoding="utf-8"))
+
+
+def _link(file: Path, folder: Path) -> str | None:
+    """The address of ``file`` for a page in ``folder``; None if there is no such file."""
+    return quote(Path(os.path.relpath(file, folder)).as_posix()) if file.is_file() else None
 
 
 def _policy(scripts: Iterable[str]) -> str:
@@ -223,17 +234,19 @@ def _headline(results: Results) -> Headline | None:
 
 
 def _generation(line: Line, marks: Sequence[str]) -> dict[str, Any]:
-    """Data of the tree viewer; a node is [token, text, parent, probability of its path, accepted]."""
-    cycles = [
-        {
-            "nodes": [
-                [node.get("token"), str(node.get("text", "")), node["parent"], _probability(line, node), int(bool(node.get("accepted")))]
-                for node in cycle["nodes"]
-            ],
-            "emitted": [str(text) for text in cycle["emitted"]],
-        }
-        for cycle in line.record["cycles"]
-    ]
+    """Data of the tree viewer; a node is [token, text, parent, probability of its path, accepted, probability given its parent's path]."""
+    cycles = []
+    for cycle in line.record["cycles"]:
+        nodes: list[list[Any]] = []
+        paths = [_probability(line, node) for node in cycle["nodes"]]
+        for node, path in zip(cycle["nodes"], paths, strict=True):
+            parent = node["parent"]
+            above = paths[parent] if parent >= 0 else None
+            # No path is likelier than its beginning, unless the scores are no probabilities.
+            given = path / above if path is not None and above and path <= above else None
+            accepted = int(bool(node.get("accepted")))
+            nodes.append([node.get("token"), str(node.get("text", "")), parent, _rounded(path), accepted, _rounded(given)])
+        cycles.append({"nodes": nodes, "emitted": [str(text) for text in cycle["emitted"]]})
     side, case = str(line.get("side", "")), str(line.get("case", ""))
     about = [case] if case.startswith(side) else [side, case]
     name = " · ".join(unique([*marks, *about])) or "generation"
@@ -246,4 +259,8 @@ def _probability(line: Line, node: dict[str, Any]) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         line.fail("probability", "a number or null", repr(value))
-    return float(f"{value:.{PROBABILITY_DIGITS}g}")
+    return float(value)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.{PROBABILITY_DIGITS}g}")

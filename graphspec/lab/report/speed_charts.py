@@ -32,26 +32,16 @@ from .charts import (
     row_drawing,
     row_labels,
     shown_note,
+    span,
     titled,
 )
 from .tables import DASH, TIMES, Table, plural, spell
-
-LOG_FROM = 8.0
-"""Values that span more than this factor are drawn on a logarithmic axis."""
 
 
 def floor_of(side: SideRecord) -> float | None:
     """Tokens/s if every cycle took exactly its floor: acceptance length * batch / floor; None if one of these is unknown, or beaten."""
     floor, length = side.floor_ms, side.number("acceptance_length")
     return length * side.batch * 1e3 / floor if floor and length else None
-
-
-def span(values: Sequence[float]) -> tuple[float, float, bool]:
-    """Ends of an axis for positive ``values``, and whether it is logarithmic, in which case the ends are logarithms."""
-    low, high = min(values), max(values)
-    if low > 0 and high / low > LOG_FROM:
-        return math.log10(low) - 0.08, math.log10(high) + 0.08, True
-    return 0.0, high * 1.1, False
 
 
 def throughput(results: Results, palette: Palette) -> Chart:

@@ -28,6 +28,8 @@ LONG_FORMS = {
 VERSIONS = ("graphspec", "torch", "cuda", "driver", "triton", "transformers", "numpy", "python", "platform")
 WORDS = re.compile(r"[A-Za-z]{4}")
 """Matches a cell of words; figures and units do not match."""
+MAX_NAMES = 3
+"""Maximum number of sides that a caveat names before it is unfolded."""
 SECRETS = ("api_key",)
 """Keys of a recorded configuration whose values are not shown."""
 
@@ -51,6 +53,15 @@ class Table:
     def words(self) -> list[bool]:
         """Per column, whether it has words, not figures and units."""
         return [any(WORDS.search(row[column]) for row in self.rows) for column in range(len(self.headings))]
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A caveat: a word or two, a sentence, and what is folded away behind it."""
+
+    lead: str
+    text: str
+    more: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +149,18 @@ def host(results: Results) -> Table:
     """Host time, gaps and graph nodes of a cycle; where one was not measured, the reason."""
     keys = ("host_us", "gap_ms", "nodes")
     known = [side for side in results.sides if any(side.number(key) is not None for key in keys)]
-    rows = [
-        [f"{side.label}, batch {side.batch}", *(spell(side.number(key)) for key in keys),
-         "; ".join(f"{key}: {why}" for key, why in side.get("not_measured", {}).items())]
-        for side in known
-    ]  # fmt: skip
-    return Table(["side", "host, µs", "gaps, ms", "graph nodes", "not measured"], rows, "Host time of a cycle", "Host", sides=known)
+    rows = [[f"{side.label}, batch {side.batch}", *(spell(side.number(key)) for key in keys)] for side in known]
+    headings = ["side", "host, µs", "gaps, ms", "graph nodes"]
+    reasons = []
+    for side in known:
+        why = side.get("not_measured", {})
+        reasons.append("; ".join(f"{', '.join(key for key in why if why[key] == reason)}: {reason}" for reason in unique(why.values())))
+    if len(set(reasons)) > 1:
+        headings.append("not measured")
+        rows = [[*row, reason] for row, reason in zip(rows, reasons, strict=True)]
+        reasons = []
+    note = f"Not measured: {reasons[0]}." if any(reasons) else ""
+    return Table(headings, rows, "Host time of a cycle", "Host", note, sides=known)
 
 
 def plans(results: Results) -> Table:
@@ -161,12 +178,11 @@ def plans(results: Results) -> Table:
 
 
 def facts(results: Results) -> list[tuple[str, str]]:
-    """The line under the title: the measurement, its hardware, date and revision."""
+    """The line under the title: the measurement, its hardware and date."""
     found = results.provenances
     places = unique(side.hardware for side in results.sides) or unique(hardware(record) for record in found)
     dates = sorted(str(record["date"])[:10] for record in found if record.get("date"))
     when = " to ".join(unique([dates[0], dates[-1]])) if dates else "date unknown"
-    revisions = unique(_short(record.get("revision")) for record in found)
     work = unique(_work(side) for side in results.sides)
     batches = sorted({side.batch for side in results.sides})
     return [
@@ -177,15 +193,9 @@ def facts(results: Results) -> list[tuple[str, str]]:
             ("Work", "; ".join(work[:3]) + (f" and {len(work) - 3} others" if len(work) > 3 else "")),
             ("Batch", ", ".join(map(str, batches))),
             ("When", when),
-            ("Revision", ", ".join(revisions) or "unknown"),
         )
         if text
     ]
-
-
-def _short(revision: object) -> str:
-    commit, _, dirty = str(revision or "").partition("-")
-    return commit[:10] + (f" ({dirty})" if dirty else "")
 
 
 def _work(side: SideRecord) -> str:
@@ -198,13 +208,13 @@ def _work(side: SideRecord) -> str:
     return f"{plural(record['requests'], 'request')}, {lengths[0]} tokens in, {lengths[1]} out{sampling}"
 
 
-def notices(results: Results) -> list[tuple[str, str]]:
-    """Caveats that apply: each a word or two, and a sentence."""
+def notices(results: Results) -> list[Notice]:
+    """Caveats that apply."""
     cautions = []
     local = [side for side in results.sides if side.get("device")]
     if any(on_cpu(side) for side in local):
         which = "These figures come" if all(on_cpu(side) for side in local) else "Some of these figures come"
-        cautions.append(("CPU.", f"{which} from a CPU: they say how the program behaves, not what a GPU will do."))
+        cautions.append(Notice("CPU.", f"{which} from a CPU: they say how the program behaves, not what a GPU will do."))
     open_ = [side for side in results.sides if side.equal is None and not side.get("synthetic") and not side.get("lossy")]
     for lead, sentence, group in (
         ("Synthetic.", "Acceptance was set, not earned, in", [side for side in results.sides if side.get("synthetic")]),
@@ -213,13 +223,17 @@ def notices(results: Results) -> list[tuple[str, str]]:
         ("Not compared.", "Tokens could not be compared with plain decoding in", open_),
         ("One round.", f"Nothing says how far the figures marked {ONCE} vary, those of", [s for s in results.sides if ONCE in s.marks]),
     ):
-        if group:
-            cautions.append((lead, f"{sentence}: {', '.join(unique(side.label for side in group))}."))
+        names = unique(side.label for side in group)
+        if len(names) > MAX_NAMES:
+            cautions.append(Notice(lead, f"{sentence} {len(names)} sides.", f"{', '.join(names)}."))
+        elif names:
+            cautions.append(Notice(lead, f"{sentence}: {', '.join(names)}."))
     waited: dict[str, float | None] = {f"{side.label}, batch {side.batch}": side.number("core_wait") for side in results.sides}
     if (busy := busy_caution(waited)) is not None:
-        cautions.append(("Busy machine.", busy))
+        short, _, more = busy.partition(". ")
+        cautions.append(Notice("Busy machine.", f"{short}.", more))
     if results.replaced:
-        cautions.append(("", f"{plural(results.replaced, 'older measurement')} of the same sides left out."))
+        cautions.append(Notice("", f"{plural(results.replaced, 'older measurement')} of the same sides left out."))
     return cautions
 
 

@@ -16,7 +16,7 @@ from ...plan.plan import make_plan, resolve_shape
 from ...shapes import MAX_WINDOW, PLAIN, CycleShape
 from ..floor import FloorModel
 from ..predict.advice import Efficiency, Outlook, candidate_shapes
-from ..predict.capacity import packs_weights
+from ..predict.capacity import kv_dtype_of, packs_weights
 from ..predict.from_results import calibrate, of_rows, read_measured
 from ..predict.model_pair import ModelPair, read_model_pair
 from ..predict.plan import configured_shape, deepest, device_and_dtype, max_steps, resolve_acceptance, resolve_hardware
@@ -120,7 +120,8 @@ def short_list(config: LaunchConfig, batches: Sequence[int], trial: Sequence[Map
     device, dtype = device_and_dtype(config, pair)
     measuring = replace(config, plan=replace(config.plan, measure=config.hardware.bandwidth_gbs is None))
     packed = packs_weights(config, device, dtype)
-    model = FloorModel.of(pair.target, pair.draft, dtype, variant, config.variant.token_map, pair.from_config, packed=packed)
+    kv = kv_dtype_of(config, device, dtype)
+    model = FloorModel.of(pair.target, pair.draft, dtype, variant, config.variant.token_map, pair.from_config, packed=packed, kv_dtype=kv)
     context = (config.workload.input_tokens or 0) + config.workload.output_tokens // 2
     hardware = resolve_hardware(measuring, device, dtype, None, working_set=model.working_set(PLAIN, batches[0], context))
 

@@ -37,19 +37,22 @@ def linear(generator: Generator) -> list[Case]:
 
 
 def moe_mlp(generator: Generator) -> list[Case]:
-    def case(tokens: int, topk: int, experts: int, hidden: int, width: int, *, only: int | None = None, gated: bool = True) -> Case:
+    def case(
+        tokens: int, topk: int, experts: int, hidden: int, width: int, *, only: int | None = None, gated: bool = True, clamped: bool = False
+    ) -> Case:
         index = torch.stack([torch.randperm(experts, generator=generator)[:topk] for _ in range(tokens)])
         if only is not None:
             index[:, 0] = only
         if tokens > 2:
             index[1] = -1
-        return {
+        made: Case = {
             "x_TH": torch.randn(tokens, hidden, generator=generator),
             "index_TK": index,
             "weight_TK": torch.rand(tokens, topk, generator=generator),
             "gate_up_EFH": torch.randn(experts, (1 + gated) * width, hidden, generator=generator) / hidden**0.5,
             "down_EHF": torch.randn(experts, hidden, width, generator=generator) / width**0.5,
         }
+        return made | (_clamped(experts, (1 + gated) * width, hidden, generator) if clamped else {})
 
     return [
         case(1, 1, 1, 8, 4),
@@ -59,6 +62,64 @@ def moe_mlp(generator: Generator) -> list[Case]:
         case(2, 8, 16, 70, 65),
         case(3, 2, 9, 33, 17, gated=False),
         case(17, 1, 3, 24, 40, only=2, gated=False),
+        case(3, 2, 9, 33, 17, clamped=True),
+        case(17, 2, 3, 24, 40, clamped=True),
+    ]
+
+
+def _clamped(experts: int, entering: int, hidden: int, generator: Generator) -> Case:
+    """Biases, and a limit that some numbers exceed."""
+    return {
+        "gate_up_bias_EF": torch.randn(experts, entering, generator=generator),
+        "down_bias_EH": torch.randn(experts, hidden, generator=generator),
+        "alpha": 1.702,
+        "limit": 0.75,
+    }
+
+
+def packed_moe_mlp(generator: Generator) -> list[Case]:
+    def weight(name: str, outputs: int, channels: int, code: str, group: int, kind: str) -> Case:
+        groups, bits = -(-channels // group), 4 if code in ("int4", "uint4", "e2m1") else 8
+        bytes_ = randint(0, 256, (outputs, channels * bits // 8), generator=generator, dtype=uint8)
+        codes = randn(outputs, channels, generator=generator).to(float8_e4m3fn) if code == "e4m3" else bytes_.view(CODES[code])
+        largest = {"int8": 128, "e4m3": 3, "e2m1": 6}.get(code, 16)
+        made = {"codes": codes, "code": code, "group": group, "scales": rand(outputs, groups, generator=generator) / largest}
+        if kind == "powers":
+            made["scales"] = randint(121, 126, (outputs, groups), generator=generator, dtype=uint8).view(torch.float8_e8m0fnu)
+        elif kind == "global":
+            made |= {"scales": made["scales"].to(float8_e4m3fn), "super_scales": rand(outputs, 1, generator=generator)}
+        elif kind == "zeros":
+            made |= {"scales": made["scales"].to(float16), "zeros": randint(0, 16, (outputs, groups), generator=generator, dtype=uint8)}
+        else:
+            made["scales"] = made["scales"].to(bfloat16)
+        return {f"{name}_{field}": value for field, value in made.items()}
+
+    def case(
+        tokens: int, topk: int, experts: int, hidden: int, width: int, code: str, group: int, kind: str = "", *, gated: bool = True,
+        clamped: bool = False,
+    ) -> Case:  # fmt: skip
+        index = torch.stack([torch.randperm(experts, generator=generator)[:topk] for _ in range(tokens)])
+        if tokens > 2:
+            index[1] = -1
+        return {
+            "x_TH": randn(tokens, hidden, generator=generator),
+            "index_TK": index,
+            "weight_TK": rand(tokens, topk, generator=generator),
+            **weight("gate_up", experts * (1 + gated) * width, hidden, code, group, kind),
+            **weight("down", experts * hidden, width, code, group, kind),
+            **(_clamped(experts, (1 + gated) * width, hidden, generator) if clamped else {}),
+        }
+
+    return [
+        case(1, 2, 5, 64, 32, "e2m1", 32, "powers", clamped=True),
+        case(3, 2, 9, 96, 64, "e2m1", 32, "powers", clamped=True),
+        case(17, 2, 3, 32, 96, "e2m1", 32, "powers", clamped=True),
+        case(5, 3, 4, 48, 32, "e2m1", 16, "global"),
+        case(3, 2, 9, 70, 34, "e4m3", 16),
+        case(17, 1, 3, 40, 24, "e4m3", 128),
+        case(4, 2, 6, 64, 32, "int4", 32),
+        case(4, 2, 6, 64, 32, "uint4", 32, "zeros", gated=False),
+        case(2, 2, 3, 33, 20, "int8", 33),
     ]
 
 

@@ -13,8 +13,10 @@ from torch import Tensor
 from graphspec.kernels.fused import launch
 from graphspec.kernels.linear.fused import moe_mlp as fused
 from graphspec.kernels.linear.fused import moe_route as fused_route
+from graphspec.kernels.linear.fused import packed_moe_mlp as packed
 from graphspec.kernels.linear.moe_mlp import moe_mlp
 from graphspec.kernels.linear.moe_route import moe_route
+from graphspec.kernels.linear.packed import Packed, dequantise
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +31,7 @@ def _hf_router(name: str, experts: int, topk: int, groups: int, topk_groups: int
     """A router of transformers whose logits are its input."""
     import transformers.models.deepseek_v2.modeling_deepseek_v2 as v2
     import transformers.models.deepseek_v3.modeling_deepseek_v3 as v3
+    import transformers.models.gpt_oss.modeling_gpt_oss as gpt_oss
     import transformers.models.qwen3_moe.modeling_qwen3_moe as qwen
 
     config = SimpleNamespace(
@@ -36,7 +39,12 @@ def _hf_router(name: str, experts: int, topk: int, groups: int, topk_groups: int
         topk_group=topk_groups, routed_scaling_factor=scaling, norm_topk_prob=normalize,
         topk_method="group_limited_greedy" if groups > 1 else "greedy",
     )  # fmt: skip
-    router = {"v2": v2.DeepseekV2TopkRouter, "v3": v3.DeepseekV3TopkRouter, "qwen3": qwen.Qwen3MoeTopKRouter}[name](config)
+    router = {
+        "v2": v2.DeepseekV2TopkRouter,
+        "v3": v3.DeepseekV3TopkRouter,
+        "qwen3": qwen.Qwen3MoeTopKRouter,
+        "gpt-oss": gpt_oss.GptOssTopKRouter,
+    }[name](config)
     router.weight.data = torch.eye(experts)
     return router
 
@@ -52,6 +60,8 @@ def _hf_router(name: str, experts: int, topk: int, groups: int, topk_groups: int
         ("v2", 160, 6, 8, 3, 16.0, False),
         ("qwen3", 128, 8, 1, 1, 1.0, True),
         ("qwen3", 60, 4, 1, 1, 1.0, False),
+        ("gpt-oss", 128, 4, 1, 1, 1.0, True),
+        ("gpt-oss", 5, 5, 1, 1, 1.0, True),
     ],
 )
 def test_routes_as_transformers_does(
@@ -206,3 +216,69 @@ def test_half_precision() -> None:
     out = fused.OP(**case)
     assert out.dtype == torch.float16
     assert (out.double() - oracle).abs().max() <= 2e-3 * oracle.abs().max()
+
+
+@pytest.mark.parametrize(("tokens", "topk", "experts"), [(3, 2, 16), (6, 3, 4), (260, 2, 3)])
+def test_clamped_experts_with_biases_are_those_of_transformers(tokens: int, topk: int, experts: int) -> None:
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    case = call(tokens, topk, experts, 20, 12) | clamped(experts, 20, 12)
+    config = GptOssConfig(hidden_size=20, intermediate_size=12, num_local_experts=experts, swiglu_alpha=1.5, swiglu_limit=0.5)
+    config._experts_implementation = "eager"
+    module = GptOssExperts(config)
+    turns = torch.arange(24).view(2, 12).t().flatten()  # gate, up, gate, up, ...
+    module.gate_up_proj.data = case["gate_up_EFH"][:, turns].transpose(1, 2)
+    module.gate_up_proj_bias.data = case["gate_up_bias_EF"][:, turns]
+    module.down_proj.data, module.down_proj_bias.data = case["down_EHF"].transpose(1, 2), case["down_bias_EH"]
+    with torch.no_grad():
+        expected = module(case["x_TH"], case["index_TK"], case["weight_TK"])
+    torch.testing.assert_close(moe_mlp(**case), expected)
+    torch.testing.assert_close(fused.OP(**case), expected)
+
+
+def clamped(experts: int, hidden: int, width: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(7)
+    return {
+        "gate_up_bias_EF": torch.randn(experts, 2 * width, generator=generator),
+        "down_bias_EH": torch.randn(experts, hidden, generator=generator),
+        "alpha": 1.5,
+        "limit": 0.5,
+    }
+
+
+def test_clamped_experts_keep_nan_and_its_token_to_themselves() -> None:
+    case = call(4, 2, 3, 24, 16) | clamped(3, 24, 16)
+    case["x_TH"][2] = torch.nan
+    out = fused.OP(**case)
+    assert out[2].isnan().all() and out[[0, 1, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("code", ["e2m1", "int4", "e4m3"])
+@pytest.mark.parametrize(("tokens", "experts"), [(1, 5), (9, 3), (300, 3)])
+def test_codes_have_the_bits_of_their_numbers_in_16_bits(tokens: int, experts: int, code: str, dtype: torch.dtype) -> None:
+    """Few tokens, an expert for each program, and sorted choices; widths that end inside a step."""
+    generator = torch.Generator().manual_seed(tokens)
+    hidden, width, bits = 160, 96, 8 if code == "e4m3" else 4
+
+    def weight(rows: int, channels: int) -> Packed:
+        codes = torch.randint(0, 256, (rows, channels * bits // 8), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(118, 122, (rows, channels // 32), generator=generator, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        if code == "e4m3":
+            numbers = torch.randn(rows, channels, generator=generator)
+            return Packed(numbers.to(torch.float8_e4m3fn), scales.float(), code, 32)
+        return Packed(codes, scales if code == "e2m1" else scales.float().bfloat16(), code, 32)
+
+    case = {
+        "x_TH": torch.randn(tokens, hidden, generator=generator).to(dtype),
+        "index_TK": torch.stack([torch.randperm(experts, generator=generator)[:2] for _ in range(tokens)]),
+        "weight_TK": torch.rand(tokens, 2, generator=generator),
+    }
+    gate_up, down = weight(experts * 2 * width, hidden), weight(experts * hidden, width)
+    further = {key: value.to(dtype) if isinstance(value, Tensor) else value for key, value in clamped(experts, hidden, width).items()}
+    numbers = (dequantise(one, dtype).unflatten(0, (experts, -1)) for one in (gate_up, down))
+    expected = fused.OP(*case.values(), *numbers, **further)
+    found = packed.OP(*case.values(), gate_up, down, **further)
+    assert expected.isfinite().all() and expected.any()
+    assert torch.equal(found.view(torch.int16), expected.view(torch.int16))

@@ -11,6 +11,7 @@ from torch import Tensor
 from graphspec.kernels.linear.fused.linear import linear, linear_summed, shape_of
 from graphspec.kernels.linear.fused.linear_choice import LinearConfig, LinearShape, fast_config, invariant_config
 from graphspec.kernels.linear.fused.packed_linear import dequantised, packed_linear, packed_linear_summed
+from graphspec.kernels.linear.fused.packed_moe_mlp import packed_moe_mlp
 from graphspec.kernels.linear.packed import CODES, Packed, code_bits
 from tests.kernels.proof.calls import AotCase, aot_case
 
@@ -73,17 +74,34 @@ _MODELS = {
     "deepseek-v2-lite": (64, 6, 2048, 1408),
     "qwen3-30b-a3b": (128, 8, 2048, 768),
     "nemotron-3-nano": (128, 6, 2688, 1856),
+    "gpt-oss-120b": (128, 4, 2880, 2880),
 }
 """Experts, experts per token, hidden size and width. Experts of Nemotron have no gate."""
 
 
+def _gpt_oss_experts(name: str, tokens: int) -> AotCase:
+    """With biases and clamped gates; they are numbers of the dtype of the activations, whatever the weights are."""
+    experts, topk, hidden, width = _MODELS[name]
+    sizes, of = {"T": tokens, "K": topk, "E": experts, "H": hidden, "F": width}, torch.bfloat16
+    entering = 2 * width
+    return aot_case(
+        f"{name}-t{tokens}", "moe_mlp", sizes, x_TH=of, gate_up_EFH=(of, experts, entering, hidden), down_EHF=of,
+        gate_up_bias_EF=(of, experts, entering), down_bias_EH=of, alpha=1.702, limit=7.0,
+    )  # fmt: skip
+
+
 def _moe_mlp(name: str, tokens: int) -> AotCase:
+    if name.startswith("gpt-oss"):
+        return _gpt_oss_experts(name, tokens)
     experts, topk, hidden, width = _MODELS[name]
     sizes, both = (
         {"T": tokens, "K": topk, "E": experts, "H": hidden, "F": width},
         (torch.bfloat16, experts, (1 if "nemotron" in name else 2) * width, hidden),
     )
-    return aot_case(f"{name}-t{tokens}", "moe_mlp", sizes, x_TH=torch.bfloat16, gate_up_EFH=both, down_EHF=torch.bfloat16)
+    return aot_case(
+        f"{name}-t{tokens}", "moe_mlp", sizes, x_TH=torch.bfloat16, gate_up_EFH=both, down_EHF=torch.bfloat16,
+        gate_up_bias_EF=None, down_bias_EH=None,
+    )  # fmt: skip
 
 
 AOT["moe_mlp"] = tuple(_moe_mlp(name, tokens) for name in _MODELS for tokens in (1, 8, 32, 256, 2048))
@@ -171,3 +189,34 @@ def _packed_linear(name: str, kind: Format) -> tuple[AotCase, ...]:
 
 
 AOT["packed_linear"] = tuple(case for name, kind in FORMATS.items() for case in _packed_linear(name, kind))
+
+
+def _packed_moe_mlp_call(kind: Format, model: str, tokens: int) -> dict[str, Any]:
+    experts, topk, hidden, width = _MODELS[model]
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    made: dict[str, Any] = {
+        "x_TH": meta(tokens, hidden),
+        "index_TK": meta(tokens, topk, dtype=torch.int64),
+        "weight_TK": meta(tokens, topk, dtype=torch.float32),
+        "gate_up": kind.without_data(experts * 2 * width, hidden),
+        "down": kind.without_data(experts * hidden, width),
+    }
+    if model.startswith("gpt-oss"):
+        made |= {"gate_up_bias_EF": meta(experts, 2 * width), "down_bias_EH": meta(experts, hidden), "alpha": 1.702, "limit": 7.0}
+    return made
+
+
+_PACKED_EXPERTS = {
+    "gpt-oss-120b": ("mxfp4",),
+    "qwen3-30b-a3b": ("fp8-block", "fp8-channel", "int4", "int4-zeros", "nvfp4"),
+}
+"""Formats in which the experts of a model are published."""
+AOT["packed_moe_mlp"] = tuple(
+    AotCase(f"{model}-{name}-t{tokens}", packed_moe_mlp, partial(_packed_moe_mlp_call, FORMATS[name], model, tokens))
+    for model, names in _PACKED_EXPERTS.items()
+    for name in names
+    for tokens in ((1, 8, 32, 256) if name in ("mxfp4", "fp8-block") else (8, 256))
+)

@@ -3,6 +3,8 @@
 A program owns rows of one expert's weights and all choices (token, expert) of that expert; weights are the M operand of the product, tokens
 the N operand. With few choices, program j serves the expert of choice j unless an earlier choice has the same expert; with many, there is
 one program per expert. Up to :data:`SCANNED` choices a program scans them for its tokens; beyond that (prefill) they are sorted first.
+
+Weights of low precision become numbers tile by tile, as in ``_packed.py``, and everything after that is the same.
 """
 
 from __future__ import annotations
@@ -18,10 +20,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...fused.launch import Launch, launch, register, semaphores
 from ...fused.work import Situation, Work, works
 from ..moe_route import distinct_experts
+from ..packed import Packed, check_packed
+from ._packed import dequantised, fields_from, pair
+from .linear import stored
 
 SCANNED = 512
 """Most choices (tokens x experts per token) that programs scan themselves."""
 
+FEW = 64
+"""Most choices for which four warps have the registers that codes need."""
 GATE_ROWS, ROWS = 32, 64
 """Rows per program, of gate and of up projection, and of any other projection."""
 
@@ -68,31 +75,63 @@ def _picked(match, rank, order, begin, expert, start, count, SORTED: tl.constexp
     return choice
 
 
+_FIELDS = ("weights", "scales", "super_scales", "zeros", "minimums", "super_minimums")
+"""Arguments that are the experts' weights."""
+
+
 def _work(launch: Launch, at: Situation) -> Work:
     values = launch.values
-    weight = values["weights"]
-    count, topk = weight.shape[0], values["topk"]
+    weights = values["weights"]
+    count, topk = values["experts"], values["topk"]
     hit = distinct_experts(count, topk, values["count_all"] / topk)
-    # Gate and up are two tiles.
-    tile = values["ROWS"] * values["STEP"] * weight.element_size() * (2 if values.get("GATED") else 1)
+    # Gate and up are two tiles. Codes may have less than a byte.
+    channels = values["width"] if values.get("GATED") is None else values["hidden"]
+    tile = values["ROWS"] * values["STEP"] * weights[0].nbytes / channels * (2 if values.get("GATED") else 1)
     return Work(
-        bytes=weight.numel() * weight.element_size() * hit / count,
+        bytes=sum(values[name].nbytes for name in _FIELDS if values[name] is not None) * hit / count,
         programs=launch.programs,
         in_flight=max(launch.num_stages - 1, 1) * tile,
         memory=1,
         cache=2,
-        flops=2 * values["count_all"] * weight[0].numel(),
+        flops=2 * values["count_all"] * values["hidden"] * values["width"] * (2 if values.get("GATED") else 1),
     )
+
+
+@triton.jit
+def _tile(
+    rows_at, fields, entries, inside, start, inputs,
+    CODE: tl.constexpr, FLOAT8: tl.constexpr, GROUP: tl.constexpr, DIVIDES: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """Numbers ``[rows, STEP]`` of weights from channel ``start`` on; 0 past the last one.
+
+    Args:
+        rows_at: ``[rows, 1]``, where rows of numbers or codes begin.
+        fields, entries: of codes, see :func:`~._packed.fields_from`.
+        inside: bool ``[rows, 1]``, rows that are read.
+    """
+    PAIR: tl.constexpr = pair(CODE)
+    column = (start // PAIR + tl.arange(0, STEP // PAIR))[None, :]
+    tile = tl.load(rows_at + column, mask=inside if EVEN else inside & (column < inputs // PAIR), other=0)
+    if CODE != "":
+        tile = dequantised(tile, entries, fields, CODE, FLOAT8, GROUP, DIVIDES, dtype)
+        if not EVEN:
+            tile = tl.where((start + tl.arange(0, STEP) < inputs)[None, :], tile, 0.0)
+    return tile
 
 
 @works(_work)
 @triton.jit
 def _gate_up(
-    x, index, order, begin, weights, out, count_all, topk, hidden, width, x_stride,
+    x, index, order, begin, weights, scales, super_scales, zeros, minimums, super_minimums, group_of, bias, out,
+    count_all, topk, experts, hidden, width, columns, super_columns, super_minimum_columns, x_stride, alpha, limit,
+    CODE: tl.constexpr, FLOAT8: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr, SUPER_MINIMUM: tl.constexpr,
+    DIVIDES: tl.constexpr,
     SORTED: tl.constexpr, PER_EXPERT: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    BLOCK_T: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (expert, rows): ``silu(gate) * up``, or ``relu(up) ** 2`` without a gate, for every choice of its expert."""
+    """Program (expert, rows): the activation of gate and up, or ``relu(up) ** 2`` without a gate, for every choice of its expert."""
+    dtype: tl.constexpr = x.dtype.element_ty
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -100,8 +139,15 @@ def _gate_up(
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, STEP)
     halves: tl.constexpr = 2 if GATED else 1
-    up_rows = weights + (expert * halves + halves - 1) * width * hidden + row[:, None] * hidden
     inside = (row < width)[:, None]
+    first = (expert * halves + halves - 1) * width
+    PAIR: tl.constexpr = pair(CODE)
+    up_at = weights + first * (hidden // PAIR) + row[:, None] * (hidden // PAIR)
+    # Fields of rows past the end are those of the last one.
+    up_row = first + tl.minimum(row, width - 1)
+    fields = (
+        scales, super_scales, zeros, minimums, super_minimums, group_of, columns, super_columns, super_minimum_columns, hidden,
+    )  # fmt: skip
     for start in range(0, count, BLOCK_T):
         choice = _picked(match, rank, order, begin, expert, start, count, SORTED, PADDED, BLOCK_T)
         alive = start + tl.arange(0, BLOCK_T) < count
@@ -109,20 +155,40 @@ def _gate_up(
         if GATED:
             gate = tl.zeros((ROWS, BLOCK_T), tl.float32)
         up = tl.zeros((ROWS, BLOCK_T), tl.float32)
+        up_entries, gate_entries = 0, 0
+        if CODE != "":
+            # One step ahead of their codes.
+            up_entries = fields_from(None, fields, up_row, 0, GROUP, SUPER, SUPER_MINIMUM, STEP)
+            if GATED:
+                gate_entries = fields_from(None, fields, up_row - width, 0, GROUP, SUPER, SUPER_MINIMUM, STEP)
         for offset in range(0, hidden, STEP):
             column = (offset + channel)[None, :]
-            left = inside if EVEN else inside & (column < hidden)
             right = alive[:, None] if EVEN else alive[:, None] & (column < hidden)
-            ups = tl.load(up_rows + column, mask=left, other=0.0)
+            ups = _tile(up_at, fields, up_entries, inside, offset, hidden, CODE, FLOAT8, GROUP, DIVIDES, STEP, EVEN, dtype)
             tokens = tl.trans(tl.load(token_rows + column, mask=right, other=0.0))
             if GATED:
-                gates = tl.load(up_rows - width * hidden + column, mask=left, other=0.0)
+                gates = _tile(
+                    up_at - width * (hidden // PAIR), fields, gate_entries, inside, offset, hidden,
+                    CODE, FLOAT8, GROUP, DIVIDES, STEP, EVEN, dtype,
+                )  # fmt: skip
                 gate = tl.dot(gates, tokens, gate, input_precision="ieee")
             up = tl.dot(ups, tokens, up, input_precision="ieee")
-        if GATED:
+            if CODE != "":
+                up_entries = fields_from(up_entries, fields, up_row, offset + STEP, GROUP, SUPER, SUPER_MINIMUM, STEP)
+                if GATED:
+                    gate_entries = fields_from(gate_entries, fields, up_row - width, offset + STEP, GROUP, SUPER, SUPER_MINIMUM, STEP)
+        if bias is not None:
+            up += tl.load(bias + first + row[:, None], mask=inside, other=0.0).to(tl.float32)
+            if GATED:
+                gate += tl.load(bias + first - width + row[:, None], mask=inside, other=0.0).to(tl.float32)
+        # NaN stays NaN.
+        if CLAMPED:
+            gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+            active = gate / (1.0 + tl.exp(-(alpha * gate))) * (up + 1.0)
+        elif GATED:
             active = gate / (1.0 + tl.exp(-gate)) * up
         else:
-            # NaN stays NaN.
             positive = tl.where(up < 0.0, 0.0, up)
             active = positive * positive
         tl.store(out + choice.to(tl.int64)[None, :] * width + row[:, None], active, mask=inside & alive[None, :])
@@ -131,11 +197,15 @@ def _gate_up(
 @works(_work)
 @triton.jit
 def _down(
-    active, index, weight, order, begin, weights, partial, out, counters, count_all, topk, hidden, width, tokens, programs,
+    active, index, weight, order, begin, weights, scales, super_scales, zeros, minimums, super_minimums, group_of, bias,
+    partial, out, counters, count_all, topk, experts, hidden, width, columns, super_columns, super_minimum_columns, tokens, programs,
+    CODE: tl.constexpr, FLOAT8: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr, SUPER_MINIMUM: tl.constexpr,
+    DIVIDES: tl.constexpr,
     SORTED: tl.constexpr, PER_EXPERT: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     BLOCK_T: tl.constexpr, EVEN: tl.constexpr, TOPK: tl.constexpr, MERGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (expert, rows): the down projection of its choices; the last program of these rows sums the experts of every token."""
+    dtype: tl.constexpr = active.dtype.element_ty
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -143,20 +213,32 @@ def _down(
     tile = tl.program_id(1)
     row = tile * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, STEP)
-    down_rows = weights + expert * hidden * width + row[:, None] * width
     inside = (row < hidden)[:, None]
+    first = expert * hidden
+    PAIR: tl.constexpr = pair(CODE)
+    down_at = weights + first * (width // PAIR) + row[:, None] * (width // PAIR)
+    down_row = first + tl.minimum(row, hidden - 1)
+    fields = (
+        scales, super_scales, zeros, minimums, super_minimums, group_of, columns, super_columns, super_minimum_columns, width,
+    )  # fmt: skip
     for start in range(0, count, BLOCK_T):
         choice = _picked(match, rank, order, begin, expert, start, count, SORTED, PADDED, BLOCK_T)
         alive = start + tl.arange(0, BLOCK_T) < count
         choice_rows = active + choice.to(tl.int64)[:, None] * width
         mixed = tl.zeros((ROWS, BLOCK_T), tl.float32)
+        entries = 0
+        if CODE != "":
+            entries = fields_from(None, fields, down_row, 0, GROUP, SUPER, SUPER_MINIMUM, STEP)
         for offset in range(0, width, STEP):
             column = (offset + channel)[None, :]
-            left = inside if EVEN else inside & (column < width)
             right = alive[:, None] if EVEN else alive[:, None] & (column < width)
-            downs = tl.load(down_rows + column, mask=left, other=0.0)
+            downs = _tile(down_at, fields, entries, inside, offset, width, CODE, FLOAT8, GROUP, DIVIDES, STEP, EVEN, dtype)
             inputs = tl.trans(tl.load(choice_rows + column, mask=right, other=0.0))
             mixed = tl.dot(downs, inputs, mixed, input_precision="ieee")
+            if CODE != "":
+                entries = fields_from(entries, fields, down_row, offset + STEP, GROUP, SUPER, SUPER_MINIMUM, STEP)
+        if bias is not None:
+            mixed += tl.load(bias + first + row[:, None], mask=inside, other=0.0).to(tl.float32)
         tl.store(partial + choice.to(tl.int64)[None, :] * hidden + row[:, None], mixed, mask=inside & alive[None, :])
 
     tl.debug_barrier()
@@ -178,10 +260,28 @@ def _down(
             tl.store(out + token.to(tl.int64)[:, None] * hidden + row[None, :], summed, mask=(token < tokens)[:, None] & whole[None, :])
 
 
-def moe_mlp(x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up_EFH: Tensor, down_EHF: Tensor) -> Tensor:
+def _shape(weight: Tensor | Packed, choices: int, *, clamped: bool = False) -> dict[str, int]:
+    """Tokens of a block, warps and stages: codes and what they become need more registers, with many tokens or scales of scales."""
+    scaled_twice = isinstance(weight, Packed) and weight.super_scales is not None
+    many = 16 if scaled_twice else 64
+    warps = 8 if isinstance(weight, Packed) and (choices > FEW or scaled_twice) else 4
+    # With limits and biases, a fourth stage of numbers spills.
+    stages = 3 if clamped and not isinstance(weight, Packed) else 4
+    return {"BLOCK_T": 16 if choices <= SCANNED else many, "num_warps": warps, "num_stages": stages}
+
+
+def experts_of(
+    x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up: Tensor | Packed, down: Tensor | Packed,
+    gate_up_bias_EF: Tensor | None, down_bias_EH: Tensor | None, alpha: float, limit: float,
+) -> Tensor:  # fmt: skip
+    """Either op; weights of numbers are ``[E * rows, channels]``, too."""
     tokens, topk = index_TK.shape
-    experts, hidden, width = down_EHF.shape
-    gated = gate_up_EFH.shape[1] == 2 * width
+    hidden, width = x_TH.shape[1], down.shape[1]
+    experts = down.shape[0] // hidden
+    gated = gate_up.shape[0] == 2 * experts * width
+    for name, weight in (("gate_up", gate_up), ("down", down)):
+        if isinstance(weight, Packed):
+            check_packed(weight, f"packed_moe_mlp: {name}")
     up_rows = GATE_ROWS if gated else ROWS
     choices = tokens * topk
     index, weight = index_TK.contiguous(), weight_TK.contiguous()
@@ -190,33 +290,48 @@ def moe_mlp(x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up_EFH: Tens
         ordered, order = torch.sort(index.view(-1), stable=True)
         begin = torch.searchsorted(ordered, torch.arange(experts + 1, device=index.device))
     programs = experts if choices > SCANNED else min(choices, experts)
-    # 256 bytes of a weight row at a time.
+    # 256 bytes of a weight row of numbers at a time.
     step = 256 // x_TH.dtype.itemsize
     options: dict[str, Any] = {
         "SORTED": choices > SCANNED,
         "PER_EXPERT": choices > experts,
         "PADDED": triton.next_power_of_2(choices) if choices <= SCANNED else 1,
         "STEP": step,
-        "BLOCK_T": 16 if choices <= SCANNED else 64,
-        "num_warps": 4,
-        "num_stages": 4,
     }
     active = x_TH.new_empty(choices, width)
     partial = x_TH.new_empty(choices, hidden, dtype=torch.float32)
     out = x_TH.new_empty(tokens, hidden)
+    held = stored(gate_up)
     launch(
         _gate_up, (programs, triton.cdiv(width, up_rows)),
-        x_TH, index, order, begin, gate_up_EFH, active, choices, topk, hidden, width, x_TH.stride(0),
-        ROWS=up_rows, EVEN=hidden % step == 0, GATED=gated, **options,
+        x_TH, index, order, begin, held.rows, *held.fields, gate_up_bias_EF, active,
+        choices, topk, experts, hidden, width, *held.columns, x_TH.stride(0), alpha, limit,
+        **held.options, ROWS=up_rows, EVEN=hidden % step == 0, GATED=gated, CLAMPED=limit > 0,
+        **_shape(gate_up, choices, clamped=limit > 0), **options,
     )  # fmt: skip
-    tiles = triton.cdiv(hidden, ROWS)
+    tiles, held = triton.cdiv(hidden, ROWS), stored(down)
     launch(
         _down, (programs, tiles),
-        active, index, weight, order, begin, down_EHF, partial, out, semaphores(x_TH.device, tiles),
-        choices, topk, hidden, width, tokens, programs,
-        ROWS=ROWS, EVEN=width % step == 0, TOPK=topk, MERGED=MERGED, **options,
+        active, index, weight, order, begin, held.rows, *held.fields, down_bias_EH, partial, out, semaphores(x_TH.device, tiles),
+        choices, topk, experts, hidden, width, *held.columns, tokens, programs,
+        **held.options, ROWS=ROWS, EVEN=width % step == 0, TOPK=topk, MERGED=MERGED, **_shape(down, choices), **options,
     )  # fmt: skip
     return out
+
+
+def moe_mlp(
+    x_TH: Tensor,
+    index_TK: Tensor,
+    weight_TK: Tensor,
+    gate_up_EFH: Tensor,
+    down_EHF: Tensor,
+    gate_up_bias_EF: Tensor | None = None,
+    down_bias_EH: Tensor | None = None,
+    alpha: float = 1.0,
+    limit: float = 0.0,
+) -> Tensor:
+    numbers = gate_up_EFH.flatten(0, 1), down_EHF.flatten(0, 1)
+    return experts_of(x_TH, index_TK, weight_TK, *numbers, gate_up_bias_EF, down_bias_EH, alpha, limit)
 
 
 OP = register(moe_mlp)

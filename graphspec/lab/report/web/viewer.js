@@ -13,7 +13,8 @@
   const CHARACTER = 7.45; // of the monospaced font at 12.5 px
   const LONGEST = 16; // characters of a node's text
   const PACE = 1100; // milliseconds a cycle while playing
-  const [TOKEN, TEXT, PARENT, PROBABILITY, ACCEPTED] = [0, 1, 2, 3, 4];
+  const NUMBER = 33; // width of a probability
+  const [TOKEN, TEXT, PARENT, PROBABILITY, ACCEPTED, GIVEN] = [0, 1, 2, 3, 4, 5];
   const at = (name) => document.getElementById(`viewer-${name}`);
   const [select, status, box, strip, slider, text, play] = ["select", "status", "box", "strip", "slider", "text", "play"].map(at);
 
@@ -46,24 +47,29 @@
   }
 
   const spelled = (p) => (p === null ? "" : p >= 0.995 ? "1.0" : p < 0.005 ? "<.01" : p.toFixed(2).slice(1));
-  const said = (p) => (p === null ? "" : `, probability ${p < 0.01 ? p.toExponential(1) : p.toFixed(2)}`);
+  const exact = (p) => (p < 0.01 ? p.toExponential(1) : p.toFixed(2));
+  const said = (node) => {
+    if (node.p === null) return "";
+    return node.given === null ? `, probability ${exact(node.p)}` : `, probability ${exact(node.given)} given the path before, ${exact(node.p)} of the path`;
+  };
 
   // The nodes of one cycle with rows and columns. An accepted child continues its parent's row, as does the likeliest where none is; the
   // others hang below, as close as the outlines of their subtrees allow.
   function arrange(shown) {
     const nodes = shown.nodes.map((node, index) => ({
-      index, raw: node[TEXT], token: node[TOKEN], parent: node[PARENT], p: node[PROBABILITY],
+      index, raw: node[TEXT], token: node[TOKEN], parent: node[PARENT], p: node[PROBABILITY], given: node[GIVEN],
       kind: index === 0 ? "root" : node[ACCEPTED] ? "accepted" : "rejected", children: [],
     }));
     const accepted = nodes.filter((node) => node.kind === "accepted");
     if (nodes.length && shown.emitted.length === accepted.length + 1) {
       const last = accepted.length ? accepted[accepted.length - 1].index : 0;
       const raw = shown.emitted[accepted.length];
-      nodes.push({ index: nodes.length, raw, token: null, parent: last, p: null, kind: "own", children: [] });
+      nodes.push({ index: nodes.length, raw, token: null, parent: last, p: null, given: null, kind: "own", children: [] });
     }
     for (const node of nodes) {
       node.depth = node.parent < 0 ? 0 : nodes[node.parent].depth + 1;
       if (node.parent >= 0) nodes[node.parent].children.push(node);
+      if (node.depth < 2) node.given = null; // equal to the path's
     }
     const order = { accepted: 0, own: 0, rejected: 1 };
     const outline = (node) => {
@@ -88,7 +94,9 @@
       node.row = node.parent < 0 ? 0 : nodes[node.parent].row + node.shift;
       node.label = shortened(node.raw);
       node.number = node.kind === "root" ? "" : spelled(node.p);
-      node.width = 20 + CHARACTER * Array.from(node.label).length + (node.number ? 34 : 0);
+      node.condition = spelled(node.given);
+      const numbers = (node.number ? NUMBER : 0) + (node.condition ? NUMBER : 0);
+      node.width = 20 + CHARACTER * Array.from(node.label).length + numbers;
       widths[node.depth] = Math.max(widths[node.depth] ?? 0, node.width);
     }
     const spare = (box.clientWidth - 2 * PAD - widths.reduce((sum, width) => sum + width, 0)) / Math.max(1, widths.length - 1);
@@ -114,10 +122,11 @@
     const group = element("g", { class: `node ${node.kind}`, transform: `translate(${node.x} ${node.y})` });
     const token = node.token === null ? "" : ` (token ${node.token})`;
     const words = { root: "the last token before this cycle", accepted: "accepted", rejected: "rejected", own: "the target's own token" };
-    const probability = node.kind === "root" ? "" : said(node.p);
+    const probability = node.kind === "root" ? "" : said(node);
     group.append(element("title", {}, `${JSON.stringify(node.raw)}${token}: ${words[node.kind]}${probability}`));
     group.append(element("rect", { width: node.width, height: NODE, rx: 7 }));
     group.append(element("text", { class: "token", x: 10, y: NODE / 2 }, node.label));
+    if (node.condition) group.append(element("text", { class: "given", x: node.width - 8 - NUMBER, y: NODE / 2 }, node.condition));
     if (node.number) group.append(element("text", { class: "number", x: node.width - 8, y: NODE / 2 }, node.number));
     return group;
   }
@@ -236,7 +245,6 @@
       }),
     );
     const trees = generation.cycles.map(arrange);
-    box.style.height = `${Math.max(NODE, ...trees.map((tree) => tree.height)) + 14}px`;
     at("own-key").hidden = !trees.some((tree) => tree.nodes.some((node) => node.kind === "own"));
     at("probability-key").hidden = !trees.some((tree) => tree.nodes.some((node) => node.kind !== "root" && node.p !== null));
     go(0);

@@ -1,0 +1,254 @@
+"""A chat model on a CPU against llama.cpp and transformers, by kind of prompt: ``make race``.
+
+Every side answers the prompts of ``perf/prompts/chat.jsonl`` (five of each of eight kinds; in the last kind the answer repeats much of the
+prompt) one at a time, greedy, with a fixed number of new tokens. Sides take turns prompt by prompt, so that a slow phase of the machine
+affects all of them. A rate is new tokens by wall time, the prompt included; a side's figure is the median over rounds, its ratio the median
+over rounds of the ratio to plain decoding.
+
+Ours must give the tokens of plain decoding; a side that does not has no figure. llama.cpp rounds activations to 8 bits and transformers
+sums in another order, so of theirs the share of prompts with the same tokens is reported.
+
+llama.cpp is ``llama-server`` on the PATH or ``--llama PROGRAM``. It reads the same GGUF file; without one it is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphspec.api.llm import LLM
+from graphspec.engine.request import SamplingParams
+from graphspec.facts.folders import model_folder
+from graphspec.host.core_wait import CoreWait, busy_caution
+from graphspec.lab.measure.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
+from perf.llama_server import MODES, LlamaServer, server_program
+from perf.peers import PeerError
+from perf.speed import busy_programs
+
+PROMPTS = ROOT / "perf" / "prompts" / "chat.jsonl"
+GROUPS = {"chat": ("question", "explain", "story", "numbers", "advice", "list"), "code": ("code",), "edit": ("edit",)}
+"""Columns of the table, and the kinds of prompts in each."""
+PLAIN = "graphspec, plain"
+PAUSE = 0.02
+"""Seconds between two sides: threads of the previous one may still be spinning."""
+SHAPES = {"ngram": ((3, 1, 4), (6, 1, 7)), "eagle3": ((4, 1, 5), (4, 4, 8))}
+
+
+@dataclass(slots=True)
+class Side:
+    """One way to decode.
+
+    Attributes:
+        answer: maps a prompt to its new tokens.
+        ours: its tokens must be those of plain decoding.
+        rounds: for every round, the tokens and seconds of each group.
+        equal: for every answer, whether its tokens are those of plain decoding.
+        length: tokens per cycle of the last answer; None: the side has no cycles.
+        lengths: one for every answer.
+    """
+
+    name: str
+    answer: Callable[[list[int]], list[int]]
+    ours: bool = False
+    version: str | None = None
+    rounds: list[dict[str, list[float]]] = field(default_factory=list)
+    equal: list[bool] = field(default_factory=list)
+    lengths: list[float] = field(default_factory=list)
+    length: Callable[[], float] | None = None
+
+    def rates(self, group: str) -> list[float]:
+        """Tokens per second in each round."""
+        return [tokens / seconds for tokens, seconds in (found[group] for found in self.rounds)]
+
+
+def our_side(name: str, args: argparse.Namespace, **overrides: Any) -> Side:
+    """An engine with one row."""
+    keys: dict[str, Any] = {
+        "max_rows": 1,
+        "buckets": [1],
+        "max_context": args.context,
+        "prefix_cache": False,
+        "generation_config": "ignore",
+    }
+    llm = LLM(args.model, threads=args.threads, **keys, **overrides)
+    params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
+
+    def length() -> float:
+        return llm.metrics.acceptance_length if llm.metrics else 0.0
+
+    return Side(name, lambda prompt: llm.generate(prompt, params)[0].token_ids, ours=True, length=length)
+
+
+def hf_side(source: Path, args: argparse.Namespace) -> Side:
+    """Transformers' ``generate`` on the numbers of the file, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    folder, more = (source.parent, {"gguf_file": source.name}) if source.is_file() else (source, {})
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False, **more).eval()
+    how = {"max_new_tokens": args.max_tokens, "min_new_tokens": args.max_tokens, "do_sample": False, "pad_token_id": 0}
+
+    def answer(prompt: list[int]) -> list[int]:
+        ids = torch.tensor([prompt])
+        found: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, len(prompt) :].tolist()
+        return found
+
+    return Side("transformers generate, float32", answer)
+
+
+def measure(sides: Sequence[Side], prompts: Sequence[tuple[str, list[int]]], rounds: int) -> None:
+    """Let all sides answer all prompts in turn, ``rounds`` times; the first side's tokens are what the others are compared with."""
+    for side in sides:
+        side.answer(prompts[0][1])
+    for number in range(rounds):
+        for side in sides:
+            side.rounds.append({group: [0.0, 0.0] for group in {group for group, _ in prompts}})
+        for group, prompt in prompts:
+            expected: list[int] | None = None
+            # The second round goes backwards: no side always follows the same other one.
+            for side in sides if number % 2 == 0 else [sides[0], *reversed(sides[1:])]:
+                time.sleep(PAUSE)
+                started = time.perf_counter()
+                tokens = side.answer(prompt)
+                seconds = time.perf_counter() - started
+                expected = tokens if expected is None else expected
+                side.equal.append(tokens == expected)
+                side.rounds[-1][group][0] += len(tokens)
+                side.rounds[-1][group][1] += seconds
+                if side.length is not None:
+                    side.lengths.append(side.length())
+
+
+def records(sides: Sequence[Side], groups: Sequence[str]) -> list[dict[str, Any]]:
+    """One record per side, with medians by group; rates and ratios are None for a side of ours with other tokens."""
+    out = []
+    for side in sides:
+        right = all(side.equal) or not side.ours
+        rates = {group: side.rates(group) for group in groups}
+        ratios = {group: [own / plain for own, plain in zip(rates[group], sides[0].rates(group), strict=True)] for group in groups}
+        out.append(
+            {
+                "side": side.name,
+                "tokens_per_second": {group: statistics.median(rates[group]) for group in groups} if right else None,
+                "ratio": {group: statistics.median(ratios[group]) for group in groups} if right else None,
+                "equal": sum(side.equal) / len(side.equal),
+                "acceptance_length": statistics.mean(side.lengths) if side.lengths else None,
+                "rounds": {group: [round(rate, 2) for rate in rates[group]] for group in groups},
+                **({"version": side.version} if side.version else {}),
+            }
+        )
+    return out
+
+
+def table(found: Sequence[dict[str, Any]], groups: Sequence[str]) -> str:
+    """The records as a Markdown table."""
+    lines = [f"| side | {' | '.join(f'{group}, tokens/s' for group in groups)} | same tokens |", f"|---|{'---:|' * (len(groups) + 1)}"]
+    for row in found:
+        rates, ratios = row["tokens_per_second"], row["ratio"]
+        cells = [f"{rates[group]:.0f} ({ratios[group]:.2f}x)" for group in groups] if rates else ["wrong output"] * len(groups)
+        lines.append(f"| {row['side']} | {' | '.join(cells)} | {100 * row['equal']:.0f} % |")
+    return "\n".join(lines)
+
+
+def llama_sides(args: argparse.Namespace, source: Path, open_servers: ExitStack) -> tuple[list[Side], dict[str, str]]:
+    """llama.cpp's modes, and for those that can't take part the reason."""
+    sides: list[Side] = []
+    missing: dict[str, str] = {}
+    for mode in MODES:
+        try:
+            if source.suffix != ".gguf":
+                raise PeerError(f"it needs a GGUF file, found {source.name}")
+            server = LlamaServer(server_program(args.llama), source, mode, args.threads or torch.get_num_threads(), args.context)
+        except PeerError as reason:
+            missing[mode.name] = str(reason)
+            continue
+        open_servers.callback(server.close)
+        sides.append(Side(mode.name, partial(server.answer, max_tokens=args.max_tokens), version=server.version))
+    return sides, missing
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the table, append the records to ``--out``; 1 if a side of ours has other tokens than plain decoding."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="a name of conf/model, a GGUF file or a folder")
+    parser.add_argument("--draft", help="folder of an EAGLE-3 head; without: the one that comes with the model, if any")
+    parser.add_argument("--llama", help="llama.cpp's llama-server; default: the one on the PATH")
+    parser.add_argument("--no-hf", action="store_true", help="without transformers, which is slow")
+    parser.add_argument("--prompts", type=Path, default=PROMPTS, help='JSONL of {"kind": ..., "prompt": ...}')
+    parser.add_argument("--raw", action="store_true", help="prompts as they are, without the chat template")
+    parser.add_argument("--every", type=int, default=1, help="only every so many prompts")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--context", type=int, default=1024, help="tokens of prompt and answer")
+    parser.add_argument("--threads", type=int, help="CPU threads of each side; default: torch's own choice")
+    parser.add_argument("--busy", type=int, default=0, help="other programs that keep a core busy each meanwhile")
+    parser.add_argument("--out", type=Path, default=ROOT / "perf" / "results", help="folder of the result file")
+    args = parser.parse_args(argv)
+
+    torch.set_flush_denormal(True)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    source = Path(model_folder(args.model))
+    file = next(iter(sorted(source.glob("*.gguf"))), source) if source.is_dir() else source
+    lines = [json.loads(line) for line in args.prompts.read_text(encoding="utf-8").splitlines()][:: args.every]
+    group_of = {kind: group for group, kinds in GROUPS.items() for kind in kinds}
+    probe = LLM(args.model, variant="none", runtime="eager", max_context=args.context)
+    asked = [group_of.get(line["kind"], line["kind"]) for line in lines]
+    texts = [line["prompt"] for line in lines]
+    ask = partial(probe.generate, texts) if args.raw else partial(probe.chat, [[{"role": "user", "content": text}] for text in texts])
+    prompts = [(group, out.prompt_token_ids) for group, out in zip(asked, ask({"max_tokens": 1}), strict=True)]
+    probe.close()
+    groups = list(dict.fromkeys(asked))
+    sides = [our_side(PLAIN, args, variant="none")]
+    shapes = [("ngram", shape, None) for shape in SHAPES["ngram"]]
+    if args.draft is not None:
+        shapes += [("eagle3", shape, args.draft) for shape in SHAPES["eagle3"]]
+    for variant, shape, draft in shapes:
+        sizes = dict(zip(("num_steps", "topk", "num_draft_tokens"), shape, strict=True))
+        kind = "chain" if shape[1] == 1 else "tree"
+        sides.append(our_side(f"graphspec, {variant} {kind} {shape}", args, variant=variant, draft=draft, **sizes))
+    with ExitStack() as open_servers:
+        others, missing = llama_sides(args, file, open_servers)
+        sides += others
+        if not args.no_hf:
+            sides.append(hf_side(file, args))
+        watch = CoreWait()
+        with busy_programs(args.busy):
+            measure(sides, prompts, args.rounds)
+        busy = watch.share()
+    found = records(sides, groups)
+    threads = args.threads or torch.get_num_threads()
+    print(table(found, groups))
+    print(
+        f"\n{args.model}, batch 1, greedy, {threads} CPU threads, {len(prompts)} prompts, {args.max_tokens} new tokens, "
+        f"median of {args.rounds} rounds: `make race`."
+    )
+    for side, reason in missing.items():
+        print(f"Missing: {side}: {reason}.")
+    if (caution := busy_caution({"all sides": busy})) is not None:
+        print(caution)
+    settings = {key: Path(value).name if key in ("llama", "draft", "model") and value else value for key, value in vars(args).items()}
+    settings |= {key: within_repository(settings[key]) for key in ("out", "prompts")}
+    write_jsonl(
+        result_file(args.out, "chat-race"),
+        [
+            provenance(),
+            {"kind": "settings", **settings, "threads": threads, "core_wait": busy},
+            *found,
+            *({"side": side, "missing": reason} for side, reason in missing.items()),
+        ],
+    )
+    return 0 if all(row["tokens_per_second"] for row in found) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

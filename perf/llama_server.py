@@ -1,0 +1,131 @@
+"""llama.cpp's server as a side of ``python -m perf.chat_race``: one process per mode, asked with token ids over loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from perf.peers import PeerError
+
+START_SECONDS = 120.0
+ANSWER_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A way to run the server: ``name`` in tables, and options in addition to model, threads and context."""
+
+    name: str
+    options: tuple[str, ...] = ()
+
+
+_TYPE = ("--spec-type",)
+MODES = (
+    Mode("llama.cpp"),
+    Mode("llama.cpp, ngram-simple (3, 6)", (*_TYPE, "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "6")),
+    Mode("llama.cpp, ngram-cache", (*_TYPE, "ngram-cache")),
+    Mode("llama.cpp, ngram-mod", (*_TYPE, "ngram-mod")),
+)
+
+
+def server_program(given: str | None) -> str:
+    """Path of the server: ``given``, or ``llama-server`` on the PATH.
+
+    Raises:
+        PeerError: there is none.
+    """
+    found = shutil.which(given or "llama-server")
+    if found is None:
+        raise PeerError(f"not found: {given or 'llama-server on the PATH'}")
+    return found
+
+
+class LlamaServer:
+    """A running server for one prompt at a time.
+
+    Args:
+        program: path of ``llama-server``.
+        model: the GGUF file.
+        mode: how it speculates.
+        threads: CPU threads.
+        context: tokens of prompt and answer.
+
+    Raises:
+        PeerError: the program doesn't start, or ends before it answers.
+    """
+
+    def __init__(self, program: str, model: Path, mode: Mode, threads: int, context: int) -> None:
+        self.mode = mode
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self._errors: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed with the process)
+        command = [program, "-m", str(model), "-t", str(threads), "-tb", str(threads), "-c", str(context), "-np", "1", "--no-webui"]
+        # Its libraries lie next to it.
+        environment = {**os.environ, "LD_LIBRARY_PATH": f"{Path(program).resolve().parent}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
+        self._process = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", str(self._port), *mode.options],
+            stdin=subprocess.DEVNULL, stdout=self._errors, stderr=subprocess.STDOUT, env=environment,
+        )  # fmt: skip
+        try:
+            self._wait()
+        except PeerError:
+            self.close()
+            raise
+        self.version = self._version()
+
+    def answer(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        """New tokens after a prompt, greedy; nothing of an earlier prompt is reused."""
+        request = {
+            "prompt": list(prompt), "n_predict": max_tokens, "temperature": 0, "top_k": 1, "cache_prompt": False, "ignore_eos": True,
+            "return_tokens": True,
+        }  # fmt: skip
+        tokens: list[int] = self._ask("/completion", request)["tokens"]
+        return tokens
+
+    def close(self) -> None:
+        """End the server."""
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._errors.close()
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise PeerError(f"it ended: {self._last_words()}")
+            try:
+                self._ask("/health", None, 5.0)
+            except OSError:
+                time.sleep(0.2)
+            else:
+                return
+        raise PeerError(f"not ready after {START_SECONDS:g} s: {self._last_words()}")
+
+    def _version(self) -> str:
+        return str(self._ask("/props", None).get("build_info", "unknown"))
+
+    def _ask(self, path: str, body: dict[str, Any] | None, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{self._port}{path}", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=seconds) as response:
+            found: dict[str, Any] = json.load(response)
+        return found
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        return " ".join(self._errors.read().split())[-300:]

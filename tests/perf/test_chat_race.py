@@ -1,0 +1,102 @@
+"""`make race` on a chat model: llama.cpp's server as a side, rates by kind of prompt, and what gets no figure."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from contextlib import ExitStack
+
+import pytest
+
+from perf import chat_race, llama_server
+from perf.llama_server import LlamaServer, Mode
+from perf.peers import PeerError
+
+SERVER = """#!{python}
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+options = sys.argv[1:]
+if "--broken" in options:
+    sys.exit("error: unknown argument: --broken")
+
+class Handler(BaseHTTPRequestHandler):
+    def answer(self, document):
+        body = json.dumps(document).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        self.answer({{"build_info": "b1-test"}} if self.path == "/props" else {{"status": "ok"}})
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert asked["temperature"] == 0 and asked["ignore_eos"] and not asked["cache_prompt"]
+        threads = int(options[options.index("-t") + 1])
+        self.answer({{"tokens": [threads, *asked["prompt"]][: asked["n_predict"]]}})
+
+    def log_message(self, *_):
+        pass
+
+HTTPServer(("127.0.0.1", int(options[options.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    file = tmp_path / "llama-server"
+    file.write_text(SERVER.format(python=sys.executable))
+    file.chmod(0o755)
+    return str(file)
+
+
+def test_the_server_is_asked_with_token_ids_and_ends_with_its_side(program, tmp_path):
+    server = LlamaServer(program, tmp_path / "model.gguf", Mode("plain"), 3, 64)
+    assert server.version == "b1-test" and server.answer([5, 6, 7], 3) == [3, 5, 6]
+    server.close()
+    assert server._process.poll() is not None
+
+
+def test_a_server_that_does_not_start_is_missing_with_its_own_words(program, tmp_path, monkeypatch):
+    monkeypatch.setattr(chat_race, "MODES", (Mode("plain"), Mode("other", ("--broken",))))
+    args = Namespace(llama=program, threads=1, context=64, max_tokens=2)
+    with ExitStack() as stack:
+        sides, missing = chat_race.llama_sides(args, tmp_path / "model.gguf", stack)
+        assert [side.name for side in sides] == ["plain"] and sides[0].answer([4]) == [1, 4]
+        assert "unknown argument: --broken" in missing["other"]
+        assert chat_race.llama_sides(args, tmp_path, stack)[1]["plain"].startswith("it needs a GGUF file")
+    with pytest.raises(PeerError, match="not found"):
+        llama_server.server_program(str(tmp_path / "none"))
+
+
+def test_rates_are_by_group_and_ours_with_other_tokens_have_none(monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(chat_race, "PAUSE", 0.0)
+    monkeypatch.setattr(chat_race.time, "perf_counter", lambda: float(next(clock)))
+    plain = chat_race.Side("plain", lambda prompt: [prompt[0], 1, 2], ours=True)
+    wrong = chat_race.Side("wrong", lambda prompt: [9, 1, 2], ours=True)
+    other = chat_race.Side("other", lambda prompt: [prompt[0], 1, 2, 3, 4, 5] if prompt[0] < 7 else [prompt[0], 1, 2])
+    chat_race.measure([plain, wrong, other], [("chat", [5]), ("code", [7]), ("chat", [8])], 2)
+    found = chat_race.records([plain, wrong, other], ["chat", "code"])
+    assert found[0]["tokens_per_second"] == {"chat": 3.0, "code": 3.0} and found[0]["equal"] == 1.0
+    assert found[1]["tokens_per_second"] is None and found[1]["ratio"] is None
+    assert found[2]["ratio"] == {"chat": 1.5, "code": 1.0} and found[2]["equal"] == pytest.approx(2 / 3)
+    text = chat_race.table(found, ["chat", "code"])
+    assert "| wrong | wrong output | wrong output | 0 % |" in text and "| other | 4 (1.50x) | 3 (1.00x) | 67 % |" in text
+
+
+def test_engines_take_part_with_the_tokens_of_plain_decoding(tmp_path, capsys):
+    """The whole command on the demo model, with drafts, without others."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"kind": kind, "prompt": f"def {kind}("}) + "\n" for kind in ("code", "edit")))
+    words = ["--model", "demo", "--llama", str(tmp_path / "none"), "--no-hf", "--rounds", "1", "--max-tokens", "8"]
+    assert chat_race.main([*words, "--prompts", str(prompts), "--raw", "--context", "128", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "graphspec, ngram chain (3, 1, 4)" in shown and "Missing: llama.cpp: it needs a GGUF file" in shown
+    [file] = tmp_path.glob("*-chat-race.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    sides = [line for line in lines if "tokens_per_second" in line]
+    assert all(side["equal"] == 1.0 and set(side["tokens_per_second"]) == {"code", "edit"} for side in sides) and len(sides) == 3
