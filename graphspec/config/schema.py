@@ -237,9 +237,8 @@ class KernelsConfig:
     """The same choice for linear layers, without flashinfer; native ones hold their weights packed. If this and attention are both auto and
     both resolve to native, the decoder layers of a pass are one op; if either is set to native, they are separate ops."""
     numerics: str = "auto"
-    """batch_invariant: the bits of a token's logits depend on the tokens before it alone, whatever is verified with it and wherever its
-    keys are; fast: on a GPU, the kernel of each shape that measured best. auto: the former where it is free, the native decoder of a CPU;
-    else fast (docs/numerics.md)."""
+    """batch_invariant: a token's logits depend to the bit on the tokens before it alone; fast: sums in the order that measured best for
+    the number of rows; auto: the former where it is free and proved, on a CPU by native kernels, else fast (docs/numerics.md)."""
     programmatic_launch: bool | None = None
     """Programmatic dependent launch: a fused kernel starts while the previous one drains. null: if its probe has passed on this machine
     (docs/kernels.md)."""

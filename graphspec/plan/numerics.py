@@ -19,7 +19,7 @@ def resolve_numerics(config: KernelsConfig, mode: str, target: ModelFacts, *, de
         mode: what ``kernels.mode`` resolved to.
         target: facts of the target.
         device: resolved, ``cpu`` or ``cuda``.
-        dtype: of weights and KV, resolved.
+        dtype: of arithmetic, resolved. Weights and KV may have 16 bits.
     """
     if config.numerics != "auto":
         return config.numerics

@@ -507,7 +507,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         kernels=kernels,
         attention=config.kernels.attention,
         linear=config.kernels.linear,
-        numerics=resolve_numerics(config.kernels, kernels, target, device=device, dtype=dtype),
+        numerics=resolve_numerics(config.kernels, kernels, target, device=device, dtype=dtypes.compute),
         programmatic_launch=config.kernels.programmatic_launch,
         compile_around=config.kernels.compile_around,
         runtime=chosen,
