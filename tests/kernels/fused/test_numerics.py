@@ -55,6 +55,7 @@ def plain(target: Path) -> tuple[list[list[int]], dict[tuple[int, int], str], fl
     return run(target, "batch_invariant", **PLAIN)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("shape", "page_size"), [(TREE, 1), (CHAIN, 64)], ids=["tree", "chain"])
 def test_drafts_change_no_bit(target: Path, plain: Any, shape: dict[str, Any], page_size: int) -> None:
     tokens, found, accepted = run(target, "batch_invariant", **shape, page_size=page_size)

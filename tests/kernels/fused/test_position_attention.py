@@ -199,6 +199,7 @@ def test_a_chunk_has_the_bits_of_plain_decoding(first: int, tokens: int, left: i
         assert torch.equal(found[token], row.plainly(list(range(token + 1)), 0, left)), token
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["tree_attention", "chunk_attention"])
 def test_error_is_that_of_the_reference(name: str) -> None:
     """On all small cases, NaN outside of what is seen and windows cut by the table's end included."""
