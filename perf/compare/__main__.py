@@ -129,7 +129,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Job, Path | None]:
     parser.add_argument("--starts", type=int, default=3, help="how often both processes are started")
     parser.add_argument("--max-tokens", type=int, default=64, help="new tokens per prompt of the decoding workloads")
     parser.add_argument("--prompt-tokens", type=int, default=384, help="of workload prefill")
-    parser.add_argument("--least", type=float, default=MIN, help="share below which a difference is none")
+    parser.add_argument("--minimum", type=float, default=MIN, help="share below which a difference is none")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads of each process")
     parser.add_argument("--workloads", nargs="+", choices=tuple(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--repository", type=Path, default=ROOT, help="whose revisions; default this one")
