@@ -243,10 +243,10 @@ def test_length_dependent_rope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     pair = random_pair(tmp_path, model)
     made = watch_schedulers(monkeypatch)
 
-    def beyond(path: Path) -> ModelFacts:
+    def beyond(_: object, path: Path) -> ModelFacts:
         return replace(read_model_facts(path), max_position_embeddings=64)
 
-    monkeypatch.setattr(llm_module, "read_model_facts", beyond)
+    monkeypatch.setattr(llm_module, "read_target_facts", beyond)
     prompt_ids = prompts(3, (6, 9, 15), VOCAB_SIZE)
     outputs = pair.llm(variant="none", page_size=4, max_rows=3, num_pages=num_pages).generate(prompt_ids, SamplingParams(max_tokens=30))
     assert ids(outputs) == [pair.greedy(prompt, 30) for prompt in prompt_ids]

@@ -198,8 +198,10 @@ def test_types_and_architectures_that_do_not_load_are_named(sources: dict[str, P
         step()
     with pytest.raises(CheckpointError, match=r"ffn_up\.weight: expected one of F32, F16, Q4_0, .*, found Q2_K"):
         gguf_folder(file)
-    write_gguf(sources["llama"], tmp_path / "other.gguf", {}, arch="starcoder2")
-    with pytest.raises(CheckpointError, match=r"general\.architecture: expected one of llama, qwen2, qwen3, found 'starcoder2'"):
+    write_gguf(sources["llama"], tmp_path / "other.gguf", {}, arch="internlm2")
+    with pytest.raises(
+        CheckpointError, match=r"general\.architecture: .*llama, .*qwen3.*, found 'internlm2'|found 'internlm2'.*llama, .*qwen3"
+    ):
         gguf_folder(tmp_path / "other.gguf")
 
 
