@@ -30,6 +30,7 @@ class MixtureOfExperts(KernelModule, ShardedModule):
     """
 
     float32_names = ("correction_E",)
+    WEIGHTS = ("gate_up_EFH", "down_EHF")
 
     def __init__(self, facts: ModelFacts) -> None:
         super().__init__()
@@ -83,7 +84,7 @@ class MixtureOfExperts(KernelModule, ShardedModule):
 
         if self.native_down is not None:
             return
-        for name in ("gate_up_EFH", "down_EHF"):
+        for name in self.WEIGHTS:
             weight = getattr(self, name)
             [own] = weight.segments if isinstance(weight, PackedWeight) else [weight.flatten(0, 1)]
             setattr(self, f"native_{name.rpartition('_')[0]}", native.pack_experts(own, self.experts.num_experts, self.stored.get(name)))

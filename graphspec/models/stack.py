@@ -230,6 +230,8 @@ def round_weights(network: nn.Module, plan: Plan) -> None:
                 parameter.data = parameter.data.to(dtype).to(parameter.dtype)
         if isinstance(module, Linear | Embedding) and isinstance(module.weight, nn.Parameter):
             module.stored = dtype
+        if isinstance(module, MixtureOfExperts):
+            module.stored |= {name: dtype for name in module.WEIGHTS if isinstance(getattr(module, name), nn.Parameter)}
 
 
 def uses_packed_weights(plan: Plan) -> bool:

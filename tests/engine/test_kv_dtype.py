@@ -11,9 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from graphspec import LLM, SamplingParams
 from graphspec.errors import ConfigError
+from graphspec.models.experts import MixtureOfExperts
 from graphspec.plan.dtypes import Dtypes, resolve_dtypes
 from tests.support.checkpoints import build_hf, write_hf
 from tests.support.engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts
+from tests.support.moe_checkpoints import build_mixture
 
 SIXTEEN = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 GREEDY = SamplingParams(max_tokens=20)
@@ -67,6 +69,22 @@ def test_a_dtype_of_16_bits_on_a_cpu_is_that_of_weights_and_kv(wide: Path, dtype
     assert tokens(narrow) == tokens(float32)
     sizes = [{line.name: line.size for line in llm.memory.lines}["target weights"] for llm in (narrow, LLM(str(wide), **keys))]
     assert sizes[0] < 0.75 * sizes[1]
+
+
+def test_experts_of_a_mixture_take_16_bits_too(tmp_path: Path) -> None:
+    model = build_mixture("qwen3_moe")
+    source = write_hf(model, tmp_path / "wide")
+    rounded = write_hf(model.to(torch.bfloat16).float(), tmp_path / "rounded")
+    keys: dict[str, Any] = {"variant": "ngram", "runtime": "compiled", "max_context": 64, "page_size": 8, "max_rows": 3, "buckets": [3]}
+    narrow, float32, wide = (
+        LLM(str(source), dtype="bfloat16", **keys), LLM(str(rounded), kv_dtype="bfloat16", **keys), LLM(str(source), **keys)
+    )  # fmt: skip
+    assert tokens(narrow) == tokens(float32)
+
+    def held(llm: LLM) -> int:
+        return sum(module.native_gate_up.nbytes for module in llm.cycle.target.modules() if isinstance(module, MixtureOfExperts))
+
+    assert 0 < held(narrow) == held(float32) < 0.6 * held(wide)
 
 
 def test_where_dtypes_come_from() -> None:
