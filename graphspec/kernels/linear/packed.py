@@ -136,12 +136,28 @@ def code_values(weight: Packed) -> Tensor:
     return nibbles.float() - (8.0 if weight.code == "int4" else 0.0)
 
 
+@torch.library.custom_op("graphspec::powers_of_two", mutates_args=())
+def _powers_of_two(exponent: Tensor) -> Tensor:
+    """float32 of e8m0 numbers. An op of its own, since Inductor's C++ has no type for them (torch 2.11 to 2.13)."""
+    return exponent.float()
+
+
+@_powers_of_two.register_fake
+def _(exponent: Tensor) -> Tensor:
+    return torch.empty_like(exponent, dtype=torch.float32)
+
+
+def _as_float32(values: Tensor) -> Tensor:
+    return _powers_of_two(values) if values.dtype == torch.float8_e8m0fnu else values.float()
+
+
 def _scaled(values: Tensor, factors: Tensor | None, divides: bool = False) -> Tensor:
     """float32 of ``values``, each times its factor or divided by it."""
+    numbers = _as_float32(values)
     if factors is None:
-        return values.float()
+        return numbers
     factors = factors.float().repeat_interleave(values.shape[1] // factors.shape[1], 1)
-    return values.float() / factors if divides else values.float() * factors
+    return numbers / factors if divides else numbers * factors
 
 
 def effective_scales(weight: Packed) -> Tensor:

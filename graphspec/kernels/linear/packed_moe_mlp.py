@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..op import Int64, kernel_op
 from .moe_mlp import mixture
-from .packed import Packed, dequantise, take_rows
+from .packed import Packed, dequantise, effective_scales, take_rows
 
 
 @kernel_op(native="native.experts", exact=False)
@@ -42,6 +42,9 @@ def packed_moe_mlp(
     def numbers(weight: Packed, rows: int, index: Tensor | None) -> Tensor:
         if index is None:
             return dequantise(weight, x_TH.dtype).unflatten(0, (experts, rows))
+        if weight.scales.dtype == torch.float8_e8m0fnu:
+            # Inductor can't take rows of them.
+            weight = weight._replace(scales=effective_scales(weight), super_scales=None)
         row = index.flatten()[:, None] * rows + torch.arange(rows, device=index.device)
         return dequantise(take_rows(weight, row.flatten()), x_TH.dtype).view(*index.shape, rows, -1)
 

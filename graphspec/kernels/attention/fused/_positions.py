@@ -134,6 +134,8 @@ def _sight(
             if PATHS:
                 last = tl.where(high != 0, 32 + _last_one(high), _last_one(low))
                 reach = tl.where(last != 0, 64 * x + last, reach)
+        # A prefix that ends before its first slot is empty; the window after it is seen all the same.
+        row_begin = tl.where(live, tl.minimum(row_begin, tl.maximum(prefix, 0)), row_begin)
         row_end = tl.where(live, tl.minimum(prefix + count, length), 0)
         if PATHS:
             apart = reach != count

@@ -338,7 +338,7 @@ def _attend(
         out.stride(0),
         num_warps=warps, num_stages=1,
         GROUPS=groups, REPEAT=repeat, PAGE_SIZE=page_size, DIM=dim, DIM_PAD=pad, WORDS=words, WORDS_PAD=triton.next_power_of_2(words),
-        CHUNK=ancestors is None, PATHS=ancestors is not None and tokens > 1, ROWS=rows, BLOCK=block,
+        CHUNK=ancestors is None, PATHS=ancestors is not None, ROWS=rows, BLOCK=block,
         RUN=by_slot.RUN // block, STRETCH=by_slot.STRETCH // block, EXACT=exact, PART=min(64, pad),
         UNITS_PER_PROGRAM=by_slot.UNITS_PER_PROGRAM, POLLS=by_slot.POLLS, FOLD_ROWS=by_slot.FOLD_ROWS,
         MERGE_ROWS=rows if exact else by_slot.MERGE_ROWS, MERGE_UNROLL=1 if exact else by_slot.MERGE_UNROLL,
