@@ -8,16 +8,18 @@ has RoPE position ``i``, and predicts token ``i + 2``. Token 0 is never consumed
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..config.catalog import all_variants, load_object, resolve_variant
@@ -26,8 +28,11 @@ from ..config.paths import reason
 from ..errors import CheckpointError
 from ..facts.draft import DraftFacts
 from ..facts.families import all_families
+from ..facts.files import MAX_CONFIG, read_json
+from ..facts.gguf_model import weights_files
 from ..facts.layouts import Layout
-from ..models.checkpoint import tensor_sources
+from ..facts.quantisation import read_quantisation
+from ..models.checkpoint import Checkpoint, tensor_sources
 from ..models.layers import Linear, RMSNorm
 from .attention import KeyValues, SequenceAttention
 from .facts import is_hybrid
@@ -253,24 +258,21 @@ class Target:
 def load_target(
     folder: Path | str, dtype: torch.dtype | str = torch.float32, device: str = "cpu", *, hybrids: bool = True
 ) -> PreTrainedModel:
-    """A frozen target read by transformers; ``dtype="auto"``: the checkpoint's own.
+    """A frozen target as a model of transformers. Weights of low precision, GGUF among them, become the numbers that they stand for.
 
     Args:
         folder: of the checkpoint.
-        dtype: of the weights.
+        dtype: of the weights; ``auto``: the one that the checkpoint names.
         device: where they go.
         hybrids: whether the target may have recurrent layers.
 
     Raises:
-        CheckpointError: no such folder, not a decoder of a supported family, quantised weights, or files that can't be read.
+        CheckpointError: no such folder, not a decoder of a supported family, or files that can't be read.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"model.path: {folder}", "a folder with a Hugging Face checkpoint", "no config.json there")
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # transformers raises what its parsers do
-        raise CheckpointError(f"{folder / 'config.json'}", "a configuration transformers reads", reason(error)) from error
+    config = target_config(folder)
     readable = [family.name for family in all_families() if family.shaped_like_llama]
     readable += [f"{family.name}_text" for family in all_families() if family.shaped_like_qwen3_5]
     if config.model_type not in readable:
@@ -279,14 +281,39 @@ def load_target(
         able = ", ".join(name for name in trained_variants() if network_of(name).reads_hybrids)
         hint = f"for a target with recurrent layers these are trained: {able}"
         raise CheckpointError(f"{folder / 'config.json'}: layer_types", "attention in every layer", "linear_attention", hint)
-    if getattr(config, "quantization_config", None) is not None:
-        raise CheckpointError(f"{folder / 'config.json'}: quantization_config", "none: a draft learns from the weights", "one")
+    read: Callable[..., PreTrainedModel] = partial(AutoModelForCausalLM.from_pretrained, folder)
+    if weights_files(folder) or read_quantisation(folder) is not None:
+        # transformers reads some of these formats, each with a package of its own; ours are the numbers that the engine multiplies by.
+        checkpoint = Checkpoint(folder)
+        stored = config.dtype if dtype == "auto" else dtype
+        weights = {name: checkpoint.raw(name).to(stored) for name in checkpoint.names()}
+        read = partial(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained, None, state_dict=weights)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
     try:
         with _without_bars():
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
-    except Exception as error:  # so does its reader of weights
+            model = read(config=config, dtype=dtype, trust_remote_code=False)
+    except Exception as error:  # transformers raises what its readers of weights do
         raise CheckpointError(f"{folder}", "weights transformers reads", reason(error)) from error
     return model.to(device).requires_grad_(False).eval()
+
+
+def target_config(folder: Path) -> PreTrainedConfig:
+    """The configuration of a target, as transformers has it.
+
+    Raises:
+        CheckpointError: transformers can't read it.
+    """
+    file = folder / "config.json"
+    try:
+        if not weights_files(folder):
+            return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        # That of a GGUF file names the class of the model alone.
+        [name] = read_json(file, MAX_CONFIG)["architectures"]
+        found: PreTrainedConfig = getattr(transformers, name).config_class.from_pretrained(folder)
+    except Exception as error:  # transformers raises what its parsers do
+        raise CheckpointError(f"{file}", "a configuration transformers reads", reason(error)) from error
+    return found
 
 
 @contextmanager

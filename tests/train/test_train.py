@@ -254,7 +254,7 @@ def test_a_target_that_is_none_is_refused(tmp_path):
     facts = json.loads((folder / "config.json").read_text())
     for changes, key in (
         ({"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"]}, "model_type"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config"),
     ):
         (folder / "config.json").write_text(json.dumps({**facts, **changes}))
         with pytest.raises(CheckpointError, match=key):
