@@ -33,6 +33,7 @@ _SHARED = {
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias", "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj", "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }  # fmt: skip
+_SINKS = {"attn_sinks.weight": "self_attn.sinks"}
 _USUAL = MappingProxyType({**_ATTENTION, **_MLP, **_BEFORE})
 SLIDING_WINDOW, EXPERTS = "attention.sliding_window", "expert_count"
 _SIGMOID = 2
@@ -55,6 +56,7 @@ class Architecture:
         activation: ``hidden_act``.
         tiled: value heads of recurrent layers lie as ggml repeats key heads: all first ones, then all second ones.
         skips_heads: prediction heads, which the file counts as layers, are not read.
+        truncates: the ends of a YaRN rotation's ramp are rounded to whole channels.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Architecture:
     activation: str = "silu"
     tiled: bool = False
     skips_heads: bool = False
+    truncates: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +251,15 @@ def _glm4_moe(header: GgufHeader) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _gpt_oss(header: GgufHeader) -> dict[str, Any]:
+    return {
+        "num_local_experts": integer(header, _key(header, EXPERTS)),
+        "num_experts_per_tok": integer(header, _key(header, "expert_used_count")),
+        "intermediate_size": integer(header, _key(header, "expert_feed_forward_length")),
+        "attention_bias": _biased(header), "sliding_window": _window(header), "layer_types": _kinds(header, 2, windowed=True),
+    }  # fmt: skip
+
+
 def prediction_heads(header: GgufHeader) -> int:
     """How many the file has, which it counts as layers."""
     key = _key(header, "nextn_predict_layers")
@@ -343,6 +355,10 @@ ARCHITECTURES = {
     "qwen35moe": Architecture(
         "Qwen3_5MoeForCausalLM", config=_qwen3_5_experts, names={**_ATTENTION, **_NEXT, **_LINEAR, **_EXPERTS, **_GATED}, offset=True,
         reads=frozenset((EXPERTS,)), tiled=True, skips_heads=True,
+    ),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM", config=_gpt_oss, names={**_ATTENTION, **_NEXT, **_SINKS, **_EXPERTS, "ffn_gate_inp": "mlp.router"},
+        reads=frozenset((EXPERTS, SLIDING_WINDOW)), truncates=False,
     ),
     "glm4moe": Architecture(
         "Glm4MoeForCausalLM", config=_glm4_moe, names={**_ATTENTION, **_MLP, **_NEXT, **_EXPERTS, **_SHARED},

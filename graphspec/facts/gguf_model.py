@@ -25,7 +25,7 @@ from .gguf_tokenizer import chat_templates, ends_of, read_gguf_tokenizer, specia
 
 WEIGHTS = "model.gguf"
 """Name of the first file in the folder; the others of a split model are next to it."""
-LAYOUT = 4
+LAYOUT = 5
 """Of the folder; counts up when something else is written into it."""
 
 
@@ -170,6 +170,8 @@ def _rope(headers: list[GgufHeader], arch: str, head_dim: int) -> dict[str, Any]
         for name in ("beta_fast", "beta_slow"):
             if (key := f"{arch}.rope.scaling.yarn_{name}") in header.metadata:
                 rope[name] = number(header, key)
+        if not architecture_of(header).truncates:
+            rope["truncate"] = False
     for holder in headers:
         if _FREQUENCIES in holder.tensors:
             if kind != "none":

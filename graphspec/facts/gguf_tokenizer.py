@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from ..config.checks import brief
@@ -15,8 +16,6 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 """Of :data:`_TYPES`."""
 _ENDS = ("eos", "eot", "eom")
 _TEMPLATE = "tokenizer.chat_template"
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _byte_level(use_regex: bool) -> dict[str, Any]:
@@ -31,18 +30,68 @@ def _sequence(*steps: dict[str, Any]) -> dict[str, Any]:
     return {"type": "Sequence", "pretokenizers": list(steps)}
 
 
-_GPT2 = _byte_level(use_regex=True)
-_DIGITS = _sequence({"type": "Digits", "individual_digits": True}, _GPT2)
-_LLAMA3 = _sequence(_split(_CONTRACTIONS + _WORDS % "{1,3}"), _byte_level(use_regex=False))
-_QWEN2 = _sequence(_split(_CONTRACTIONS + _WORDS % ""), _byte_level(use_regex=False))
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+
+
+def _words(digits: str, others: str = _OTHERS) -> str:
+    """Words, with contractions apart, and numbers of so many digits."""
+    return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}|{others}"
+
+
+def _cased(digits: str, contractions: str) -> str:
+    """The same, where a word ends before a capital letter after a small one."""
+    begin, others = r"[^\r\n\p{L}\p{N}]?", _OTHERS.replace(r"[\r\n]*", r"[\r\n/]*")
+    parts = (f"{begin}{_UPPER}*{_LOWER}+{contractions}", f"{begin}{_UPPER}+{_LOWER}*{contractions}")
+    return "|".join((*parts, rf"\p{{N}}{digits}", others))
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """How texts are cut before byte-pair encoding.
+
+    Attributes:
+        cut: the step, as ``tokenizer.json`` has it.
+        whole_words: a word that is a token is that token, whatever its merges.
+        begins: texts begin with ``bos`` unless the file says otherwise.
+        composed: texts are normalised to Unicode's form C first.
+    """
+
+    cut: dict[str, Any]
+    whole_words: bool = False
+    begins: bool = False
+    composed: bool = False
+
+
+def _by(pattern: str) -> dict[str, Any]:
+    return _sequence(_split(pattern), _byte_level(use_regex=False))
+
+
+_GPT2 = PreTokenizer(_byte_level(use_regex=True))
+_DIGITS = PreTokenizer(_sequence({"type": "Digits", "individual_digits": True}, _GPT2.cut))
+_LLAMA3 = PreTokenizer(_by(_words("{1,3}")), whole_words=True, begins=True)
+_DBRX, _GLM4 = PreTokenizer(_LLAMA3.cut), PreTokenizer(_LLAMA3.cut, whole_words=True)
+_QWEN2 = PreTokenizer(_by(_words("")), composed=True)
+_QWEN35 = PreTokenizer(
+    _by(_words("").replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")), composed=True
+)
+_SEED = PreTokenizer(_by(_words("{1}", _OTHERS.replace(r"\p{N}]+[\r\n]*", r"\p{N}\r\n]+"))))
+_TEKKEN = PreTokenizer(_by(_cased("", "")), whole_words=True, begins=True)
+_GPT4O = PreTokenizer(_by(_cased("{1,3}", f"{_CONTRACTIONS}?")))
 PRE_TOKENIZERS = {
-    "default": _GPT2, "gpt-2": _GPT2, "gpt2": _GPT2, "smollm": _DIGITS, "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "qwen2": _QWEN2,
+    **dict.fromkeys(("default", "gpt-2", "gpt2", "phi-2", "olmo", "exaone4", "granite-docling"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "exaone"), _DIGITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _DBRX),
+    **dict.fromkeys(("glm4", "glm5"), _GLM4),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
+    "qwen35": _QWEN35, "seed-coder": _SEED, "tekken": _TEKKEN,
+    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
 }  # fmt: skip
-"""How texts are cut before byte-pair encoding, by ``tokenizer.ggml.pre``."""
-WHOLE_WORDS_FIRST = ("llama-bpe", "llama3")
-"""A word that is a token is that token, whatever its merges."""
-BEGINS_WITH_BOS = ("llama-bpe", "llama3")
-"""Texts begin with ``bos`` unless the file says otherwise."""
+"""By ``tokenizer.ggml.pre``. Source: ``llama-vocab.cpp`` of llama.cpp, with the patterns of the models' own ``tokenizer.json``."""
+_HARMONY = ("<|return|>", "<|call|>")
+"""Tokens that end a message of gpt-oss to the user and to a function. ``<|end|>``, which files name as well, ends a channel."""
 
 
 def _ids(header: GgufHeader, name: str) -> int | None:
@@ -64,6 +113,10 @@ def special_ids(header: GgufHeader) -> dict[str, int]:
 
 def ends_of(header: GgufHeader) -> list[int]:
     """Tokens that end an answer: of a text, of a turn, of a message."""
+    tokens = header.metadata.get(_TOKENS)
+    if isinstance(tokens, list) and all(token in tokens for token in _HARMONY):
+        text = _ids(header, "eos")
+        return list(dict.fromkeys([*([] if text is None else [text]), *map(tokens.index, _HARMONY)]))
     return list(dict.fromkeys(token for name in _ENDS if (token := _ids(header, name)) is not None))
 
 
@@ -107,7 +160,7 @@ def read_gguf_tokenizer(header: GgufHeader) -> tuple[dict[str, Any], dict[str, A
     ]  # fmt: skip
     document: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
     document |= _byte_pairs(header, tokens) if kind == "gpt2" else _sentence_pieces(header, tokens, types)
-    begins = _flag(header, "add_bos_token", kind == "llama" or header.metadata.get(_PRE) in BEGINS_WITH_BOS)
+    begins = _flag(header, "add_bos_token", kind == "llama" or _pre(header).begins)
     around = {
         name: token
         for name, wanted in (("bos", begins), ("eos", _flag(header, "add_eos_token", False)))
@@ -140,20 +193,25 @@ def _around(tokens: list[str], bos: int | None, eos: int | None) -> dict[str, An
     return {"type": "TemplateProcessing", "single": one("A", 0), "pair": one("A", 0) + one("B", 1), "special_tokens": special}
 
 
-def _byte_pairs(header: GgufHeader, tokens: list[str]) -> dict[str, Any]:
-    pre = header.metadata.get(_PRE, "default")
-    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
+def _pre(header: GgufHeader) -> PreTokenizer:
+    name = header.metadata.get(_PRE, "default")
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         raise header.error(_PRE, "one of " + ", ".join(PRE_TOKENIZERS))
+    return PRE_TOKENIZERS[name]
+
+
+def _byte_pairs(header: GgufHeader, tokens: list[str]) -> dict[str, Any]:
+    pre = _pre(header)
     merges = header.metadata.get(_MERGES)
     if not isinstance(merges, list) or not all(isinstance(merge, str) and merge.count(" ") == 1 for merge in merges):
         raise CheckpointError(f"{header.file}: {_MERGES}", "a list of pairs", brief(merges, 40))
     model = {
         "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": False,
-        "byte_fallback": False, "ignore_merges": pre in WHOLE_WORDS_FIRST, "vocab": {token: place for place, token in enumerate(tokens)},
+        "byte_fallback": False, "ignore_merges": pre.whole_words, "vocab": {token: place for place, token in enumerate(tokens)},
         "merges": [merge.split(" ") for merge in merges],
     }  # fmt: skip
     return {
-        "normalizer": {"type": "NFC"} if pre == "qwen2" else None, "pre_tokenizer": PRE_TOKENIZERS[pre], "post_processor": None,
+        "normalizer": {"type": "NFC"} if pre.composed else None, "pre_tokenizer": pre.cut, "post_processor": None,
         "decoder": {**_byte_level(use_regex=True), "add_prefix_space": True}, "model": model,
     }  # fmt: skip
 

@@ -105,8 +105,8 @@ def qwen_expert_rules(ours: str, theirs: str) -> tuple[TensorRule, ...]:
 
 
 def _gpt_oss_rules(ours: str, theirs: str) -> tuple[TensorRule, ...]:
-    """Experts of gpt-oss, whose gates and up projections take turns, its router, and attention sinks."""
-    router = _matrices(ours, theirs, {"mlp.router": "mlp.router"})
+    """Experts of gpt-oss, whose gates and up projections take turns, its router, and attention sinks. A GGUF file has them apart."""
+    router, each = _matrices(ours, theirs, {"mlp.router": "mlp.router"}), f"{theirs}mlp.experts.#."
     return (
         *router,
         TensorRule(f"{ours}self_attn.sink_Q", (f"{theirs}self_attn.sinks",)),
@@ -114,6 +114,10 @@ def _gpt_oss_rules(ours: str, theirs: str) -> tuple[TensorRule, ...]:
         TensorRule(f"{ours}mlp.down_EHF", (f"{theirs}mlp.experts.down_proj",), transposed=True),
         TensorRule(f"{ours}mlp.gate_up_bias_EF", (f"{theirs}mlp.experts.gate_up_proj_bias",), interleaved=True),
         TensorRule(f"{ours}mlp.down_bias_EH", (f"{theirs}mlp.experts.down_proj_bias",)),
+        TensorRule(f"{ours}mlp.gate_up_EFH", (f"{each}gate_proj.weight", f"{each}up_proj.weight")),
+        TensorRule(f"{ours}mlp.down_EHF", (f"{each}down_proj.weight",)),
+        TensorRule(f"{ours}mlp.gate_up_bias_EF", (f"{each}gate_proj.bias", f"{each}up_proj.bias")),
+        TensorRule(f"{ours}mlp.down_bias_EH", (f"{each}down_proj.bias",)),
     )
 
 

@@ -108,17 +108,23 @@ def _q6_k(block: Tensor) -> Packed:
     return Packed(codes.flatten(1), scales.flatten(1), "int8", 16, super_scales=_half(block, 208))
 
 
+def _mxfp4(block: Tensor) -> Packed:
+    scales = block[..., 0].contiguous().view(torch.float8_e8m0fnu)
+    return Packed(_pairs(_halves(block[..., 1:])).flatten(1), scales, "e2m1", 32)
+
+
 DECODE: dict[str, Callable[[Tensor], Packed]] = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
 }  # fmt: skip
 """From blocks, bytes ``[N, blocks, bytes of a block]``."""
 
 
 def _experts(tensor: GgufTensor) -> list[GgufTensor]:
-    """The matrices of all experts, which lie one after another."""
-    count, *matrix = tensor.shape
+    """The matrices or biases of all experts, which lie one after another."""
+    count, *own = tensor.shape
     size = tensor.nbytes // count
-    return [replace(tensor, shape=tuple(matrix), begin=tensor.begin + expert * size, nbytes=size) for expert in range(count)]
+    return [replace(tensor, shape=tuple(own), begin=tensor.begin + expert * size, nbytes=size) for expert in range(count)]
 
 
 class GgufFile:
@@ -142,7 +148,7 @@ class GgufFile:
             for tensor in header.tensors.values():
                 if (name := hf_name(headers[0], tensor.name)) is None:
                     continue
-                if "#" in name and len(tensor.shape) == 3:
+                if "#" in name and len(tensor.shape) == (2 if name.endswith(".bias") and tensor.type in _FLOATS else 3):
                     for expert, part in enumerate(_experts(tensor)):
                         self._tensors[name.replace("#", str(expert))] = (header.file, part)
                     continue

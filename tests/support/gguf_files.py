@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 def gguf_name(name: str, arch: str, layers: int) -> str:
     """A tensor's name in a file, by the package's own table."""
     key = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[arch]
-    name = name.replace(".e_score_correction_bias", ".e_score_correction.bias")
+    name = name.replace(".e_score_correction_bias", ".e_score_correction.bias").replace(".sinks", ".sinks.weight")
     found = gguf.get_tensor_name_map(key, layers).get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return found
@@ -45,13 +46,45 @@ def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def blocks(shape: tuple[int, ...], kind: Type, generator: np.random.Generator) -> np.ndarray[Any, Any]:
     """Random blocks of a type; the float16 factors in them are small numbers."""
     channels, size = gguf.GGML_QUANT_SIZES[kind]
-    count = shape[-1] // channels
-    raw = generator.integers(0, 256, (shape[0], count, size), dtype=np.uint8)
-    halves = {Type.Q6_K: (208,), Type.Q8_0: (0,), Type.Q4_0: (0,), Type.Q5_0: (0,)}.get(kind, (0, 2))
+    count, rows = shape[-1] // channels, math.prod(shape[:-1])
+    raw = generator.integers(0, 256, (rows, count, size), dtype=np.uint8)
+    if kind == Type.MXFP4:
+        raw[..., 0] = generator.integers(118, 122, (rows, count))
+    halves = {Type.Q6_K: (208,), Type.Q8_0: (0,), Type.Q4_0: (0,), Type.Q5_0: (0,), Type.MXFP4: ()}.get(kind, (0, 2))
     for place in halves:
-        factor = (generator.random((shape[0], count)) * (1e-4 if "K" in kind.name else 1e-2)).astype(np.float16)
+        factor = (generator.random((rows, count)) * (1e-4 if "K" in kind.name else 1e-2)).astype(np.float16)
         raw[..., place : place + 2] = factor[..., None].view(np.uint8)
-    return raw.reshape(shape[0], count * size)
+    return raw.reshape(*shape[:-1], count * size)
+
+
+def _gates_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Experts of gpt-oss as llama.cpp has them: gates and up projections, which take turns in a checkpoint, in tensors of their own."""
+    found = {}
+    for name, tensor in tensors.items():
+        stem, _, part = name.rpartition(".")
+        if not stem.endswith(".experts"):
+            found[name] = tensor
+            continue
+        leaf, rows = ("bias", tensor) if part.endswith("_bias") else ("weight", tensor.transpose(1, 2))
+        both = part.startswith("gate_up")
+        each = {"gate_proj": rows[:, ::2], "up_proj": rows[:, 1::2]} if both else {"down_proj": rows}
+        found |= {f"{stem}.{own}.{leaf}": value.contiguous() for own, value in each.items()}
+    return found
+
+
+def _gates_together(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of :func:`_gates_apart`."""
+    found = dict(tensors)
+    for name in [name for name in tensors if ".experts." in name]:
+        stem, part, leaf = name.rsplit(".", 2)
+        rows = found.pop(name)
+        if part == "up_proj":
+            continue
+        if part == "gate_proj":
+            rows = torch.stack((rows, tensors[f"{stem}.up_proj.{leaf}"]), 2).flatten(1, 2)
+        own = "gate_up_proj" if part == "gate_proj" else part
+        found[f"{stem}.{own}{'_bias' if leaf == 'bias' else ''}"] = (rows if leaf == "bias" else rows.transpose(1, 2)).contiguous()
+    return found
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
@@ -121,10 +154,13 @@ def write_gguf(
             writer.add_uint32(key, value)
     numbers: dict[str, Tensor] = {}
     layers = config["num_hidden_layers"] + (config.get("num_nextn_predict_layers") or 0)
-    for name, tensor in stacked(load_file(source / "model.safetensors")).items():
+    tensors = load_file(source / "model.safetensors")
+    tensors = _gates_apart(tensors) if arch == "gpt-oss" else stacked(tensors)
+    for name, tensor in tensors.items():
         stored = gguf_name(name, arch, layers)
         part = stored.split(".")[-2]
-        kind = Type.F32 if tensor.dim() == 1 or part == "ffn_gate_inp" else kinds.get(part, default if tensor.dim() == 2 else Type.F16)
+        number = tensor.dim() == 1 or part == "ffn_gate_inp" or stored.endswith(".bias")
+        kind = Type.F32 if number else kinds.get(part, default if tensor.dim() == 2 else Type.F16)
         if kind in (Type.F32, Type.F16):
             data = tensor.float().numpy().astype(np.float32 if kind == Type.F32 else np.float16)
             plain = torch.from_numpy(data.astype(np.float32))
@@ -137,12 +173,14 @@ def write_gguf(
                 plain = plain.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
         if arch in OFFSET and stored.endswith("norm.weight"):
             plain = plain - 1
-        if ".experts." in name:
+        if ".experts." in name and arch != "gpt-oss":
             before, after = name.split(".experts.")
             numbers |= {f"{before}.experts.{expert}.{after}": each.clone() for expert, each in enumerate(plain)}
         else:
             numbers[name] = plain
         writer.add_tensor(stored, data, raw_dtype=kind)
+    if arch == "gpt-oss":
+        numbers = _gates_together(numbers)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -57,12 +57,19 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3vl": ("qwen3", {}, {}),
     "qwen3moe": ("qwen3_moe", {}, EXPERTS | {"expert_count": 6}),
     "dots1": ("dots1", {"sliding_window": None, "routed_scaling_factor": 1.5}, {**ROUTING, "expert_weights_scale": 1.5}),
+    "gpt-oss": (
+        "gpt_oss", {"sliding_window": 5, "swiglu_limit": 7.0},
+        {
+            "expert_count": 6, "expert_used_count": 3, "expert_feed_forward_length": 24, "attention.sliding_window": 5,
+            "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16,
+        },
+    ),
     "glm4moe": (
         "glm4_moe", {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5},
         {**ROUTING, "expert_weights_scale": 2.5, "expert_weights_norm": True, "rope.dimension_count": 4},
     ),
 }  # fmt: skip
-MIXTURES = ("qwen3_moe", "dots1", "glm4_moe")
+MIXTURES = ("qwen3_moe", "dots1", "glm4_moe", "gpt_oss")
 READ_BY_TRANSFORMERS = ("gemma2", "gemma3", "qwen3moe")
 
 
@@ -128,6 +135,24 @@ def test_engines_draft_over_them(name: str, tmp_path: Path) -> None:
     llm = LLM(str(file), variant="ngram", num_steps=3, topk=2, runtime="eager", max_context=64, max_rows=1, buckets=[1])
     found = llm.generate([prompt], SamplingParams(max_tokens=20, ignore_eos=True))[0].token_ids
     assert list(found) == out[0, len(prompt) :].tolist()
+
+
+def test_experts_of_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
+    """As llama.cpp publishes them: experts in MXFP4, everything else in 8 bits."""
+    source = write_hf(build_mixture("gpt_oss", hidden_size=64, intermediate_size=32, swiglu_limit=7.0), tmp_path / "source")
+    metadata = CASES["gpt-oss"][2] | {"expert_feed_forward_length": 32, "attention.sliding_window": 7}
+    file, experts = tmp_path / "model.gguf", ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+    plain = write_gguf(
+        source, file, dict.fromkeys(experts, Type.MXFP4), arch="gpt-oss", default=Type.Q8_0,
+        metadata={f"gpt-oss.{key}": value for key, value in metadata.items()},
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager").eval()
+    prompt = [5, 9, 3, 22, 5, 9, 3]
+    out = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    for shape in ({"variant": "none"}, {"variant": "ngram", "num_steps": 3, "topk": 2}):
+        llm = LLM(str(file), runtime="eager", max_context=64, max_rows=1, buckets=[1], **shape)  # type: ignore[arg-type]
+        found = llm.generate([prompt], SamplingParams(max_tokens=20, ignore_eos=True))[0].token_ids
+        assert list(found) == out[0, len(prompt) :].tolist()
 
 
 def refused(file: Path, tmp_path: Path, metadata: dict[str, tuple[Any, ...]], message: str) -> None:
