@@ -22,7 +22,7 @@ from .layer_kinds import (
     gemma_keys,
     gpt_oss_keys,
     listed_layers_rotate,
-    mistral_keys,
+    mistral4_keys,
     olmo3_keys,
     one_group_keys,
     smollm3_keys,
@@ -37,6 +37,7 @@ from .layouts import (
     GPT_OSS_LAYOUT,
     GRANITE_LAYOUT,
     LANGUAGE_LAYOUT,
+    MISTRAL4_LAYOUT,
     NEMOTRON_LAYOUT,
     QWEN3_5_LAYOUT,
     QWEN3_NEXT_LAYOUT,
@@ -56,6 +57,7 @@ from .moe import (
     read_deepseek_experts,
     read_gpt_oss_experts,
     read_listed_experts,
+    read_mistral_experts,
     read_qwen3_5_experts,
     read_qwen3_experts,
     read_qwen3_next_experts,
@@ -101,6 +103,16 @@ DEEPSEEK_V3 = Family(
     latent=partial(read_latent, interleaved_only=False),
     experts=partial(read_deepseek_experts, sigmoid=True),
     max_positions=4096,
+)
+MISTRAL4 = Family(
+    name="mistral4",
+    architectures=("Mistral4ForCausalLM",),
+    layout=MISTRAL4_LAYOUT,
+    attention_bias="stated",
+    usual=mistral4_keys,
+    latent=partial(read_latent, interleaved_only=False),
+    experts=read_mistral_experts,
+    max_positions=1048576,
 )
 QWEN3_5 = Family(
     name="qwen3_5",
@@ -267,7 +279,6 @@ _REFUSED = (
     ("glm_moe_dsa", ("GlmMoeDsaForCausalLM",), "an indexer chooses the tokens that each query sees, which is not supported"),
     ("gemma4", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), "its heads have two widths, which is not supported"),
     ("llama4", ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"), "its layers attend within chunks, which is not supported"),
-    ("mistral4", ("Mistral4ForCausalLM",), "its latent attention scales queries by position, which is not supported"),
 )
 """Families that are asked for, and what they need that nothing here has."""
 
@@ -280,7 +291,7 @@ FAMILIES: tuple[Family, ...] = (
         layout=LANGUAGE_LAYOUT,
         window=partial(window_everywhere, default=None),
         nested="text_config",
-        usual=mistral_keys,
+        language_families=("mistral4",),
         tied=True,
         max_positions=131072,
     ),
@@ -326,6 +337,7 @@ FAMILIES: tuple[Family, ...] = (
         max_positions=2048,
     ),
     DEEPSEEK_V3,
+    MISTRAL4,
     OLMO2,
     replace(OLMO2, name="olmo3", architectures=("Olmo3ForCausalLM",), usual=olmo3_keys, window=window_by_kind),
     replace(

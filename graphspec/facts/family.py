@@ -65,6 +65,8 @@ class Family:
     """Reads recurrent layers from config and number of layers; None: every layer attends."""
     nested: str = ""
     """Key under which a config may have those of the language model, where the model also sees images."""
+    language_families: tuple[str, ...] = ()
+    """Names of other rows, of which that model may be by its own ``model_type``."""
     grouped_projection: bool = False
     """Projections of recurrent layers are stored key head by key head (Qwen3-Next), not part by part."""
     usual: Callable[[Keys], Keys] | None = None

@@ -108,15 +108,21 @@ def _by_kind(values: dict[str, object], full_theta: object, sliding_theta: objec
     return {**rest, "rope_parameters": ropes}
 
 
-def mistral_keys(keys: Keys) -> Keys:
-    """The config of a model that sees images, whose language model attends over keys and values.
+def mistral4_keys(keys: Keys) -> Keys:
+    """Mistral Small 4's config without ``partial_rotary_factor`` of its RoPE: the share of a head that ``qk_rope_head_dim`` says.
 
     Raises:
-        CheckpointError: it has latent attention (Mistral Small 4).
+        CheckpointError: another share.
     """
-    if keys.present("kv_lora_rank"):
-        raise keys.error("kv_lora_rank", "no such key", "latent attention with queries scaled by position is not supported")
-    return keys
+    name = "rope_parameters" if keys.present("rope_parameters") else "rope_scaling"
+    rope = keys.values.get(name)
+    if not isinstance(rope, dict) or rope.get("partial_rotary_factor") is None:
+        return keys
+    rotated = keys.integer("qk_rope_head_dim")
+    share = rotated / (rotated + keys.integer("qk_nope_head_dim"))
+    if rope["partial_rotary_factor"] != share:
+        raise Keys(rope, f"{keys.where}: {name}").error("partial_rotary_factor", f"{share:g}, the share of qk_rope_head_dim")
+    return Keys({**keys.values, name: {key: value for key, value in rope.items() if key != "partial_rotary_factor"}}, keys.where)
 
 
 def gemma_keys(keys: Keys) -> Keys:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,10 @@ def decoder_rules(ours: str, theirs: str, *, fused: bool = False) -> tuple[Tenso
     return (*_matrices(ours, theirs, matrices), *_tensors(ours, theirs, norms | tensors))
 
 
+_STACKED = {"gate_up_EFH": "gate_up_proj", "down_EHF": "down_proj"}
+"""Experts in one tensor. These rules stand before :func:`decoder_rules`, which know experts one by one."""
+
+
 def qwen_expert_rules(ours: str, theirs: str) -> tuple[TensorRule, ...]:
     """A gated shared expert, and experts stored in one tensor. They stand before :func:`decoder_rules`, which know experts one by one.
 
@@ -98,10 +103,8 @@ def qwen_expert_rules(ours: str, theirs: str) -> tuple[TensorRule, ...]:
         "mlp.shared_experts.gate_up_proj.weight": "mlp.shared_expert.gate_proj.weight mlp.shared_expert.up_proj.weight",
         "mlp.shared_experts.down_proj.weight": "mlp.shared_expert.down_proj.weight",
         "mlp.shared_gate.weight": "mlp.shared_expert_gate.weight",
-        "mlp.gate_up_EFH": "mlp.experts.gate_up_proj",
-        "mlp.down_EHF": "mlp.experts.down_proj",
     }
-    return _tensors(ours, theirs, names)
+    return (*_tensors(ours, theirs, names), *_tensors(f"{ours}mlp.", f"{theirs}mlp.experts.", _STACKED))
 
 
 def _gpt_oss_rules(ours: str, theirs: str) -> tuple[TensorRule, ...]:
@@ -168,11 +171,16 @@ QWEN3_5_LAYOUT = _target(
 """Qwen3.5; the language model of a checkpoint that also sees images. Experts are stored in one tensor, or one by one."""
 
 _SEEING = ("vision_tower.", "multi_modal_projector.", "visual.")
-LANGUAGE_LAYOUT = _target(
+_language = partial(
+    _target,
     renamed=(("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")),
     unread=tuple(prefix + name for prefix in ("model.", "") for name in _SEEING),
 )
+LANGUAGE_LAYOUT = _language()
 """The language model of a checkpoint that also sees images, under older and newer names."""
+
+MISTRAL4_LAYOUT = _language(*_tensors("layers.*.mlp.", "model.layers.*.mlp.experts.", _STACKED))
+"""The same with the experts of a layer in one tensor, or one by one."""
 
 QWEN3_NEXT_LAYOUT = _target(*_hybrid_rules("in_proj_qkvz", "in_proj_ba"))
 """Qwen3-Next, whose projections are stored key head by key head."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import CheckpointError, ConfigError
-from .families import LLAMA, find_family, target_architectures
+from .families import LLAMA, all_families, find_family, target_architectures
 from .family import Family
 from .files import find_file
 from .generation import FILE as GENERATION_FILE
@@ -269,8 +269,8 @@ def _read_ropes(
     each = [found.get(LAYER_KINDS[window is not None], next(iter(found.values()))) for window in windows]
     layers = tuple(rope if turns else none for rope, turns in zip(each, rotates, strict=True))
     first = found.get(LAYER_KINDS[0], next(iter(found.values())))
-    if family.latent is not None and (len(set(layers)) > 1 or first.query_beta):
-        expected = "one rotation for all layers, and llama_4_scaling_beta of 0, with latent attention"
+    if family.latent is not None and len(set(layers)) > 1:
+        expected = "one rotation for all layers with latent attention"
         raise keys.error("rope_scaling" if keys.present("rope_scaling") else "rope_parameters", expected)
     if len(set(layers)) == 1:
         return layers[0], ()
@@ -378,6 +378,13 @@ def _language_model(keys: Keys, family: Family) -> Keys:
     return Keys({**around, **inner, **whole}, f"{keys.where}: {family.nested}")
 
 
+def _language_family(keys: Keys, family: Family) -> Family:
+    """The row of a language model: that of its checkpoint's architecture, or one of those that this row names."""
+    name = keys.values.get("model_type")
+    own = next((row for row in all_families() if row.name == name and name in family.language_families), None)
+    return family if own is None else replace(own, tied=family.tied)
+
+
 def _read_whole(path: str | Path) -> tuple[ModelFacts, Keys]:
     """Facts of a whole model, without token ids, and the keys of its language model."""
     path = Path(path)
@@ -388,6 +395,7 @@ def _read_whole(path: str | Path) -> tuple[ModelFacts, Keys]:
     if family is None or family.refused:
         raise keys.error("architectures", expected, family.refused if family is not None else OTHERWISE)
     keys = _language_model(keys, family)
+    family = _language_family(keys, family)
     return read_decoder(keys if family.usual is None else family.usual(keys), path, architecture, family), keys
 
 

@@ -117,6 +117,20 @@ def read_gpt_oss_experts(keys: Keys, num_layers: int) -> ExpertFacts:
     )
 
 
+def read_mistral_experts(keys: Keys, num_layers: int) -> ExpertFacts:
+    """Mistral Small 4: DeepSeek-V2's shared experts and softmax, with weights that sum to 1, and one group.
+
+    Raises:
+        CheckpointError: a key that is missing, wrong or not supported.
+    """
+    stated = {key: value for key, value in keys.values.items() if value is not None}
+    if stated.get("n_group", 1) != stated.get("topk_group", 1):
+        raise keys.error("topk_group", "n_group, with a softmax: experts of all groups")
+    one = {"n_shared_experts": 1, "num_experts_per_tok": 4, **stated, "norm_topk_prob": False, "topk_method": "greedy"}
+    facts = read_deepseek_experts(Keys(one, keys.where), num_layers, sigmoid=False)
+    return replace(facts, normalize=keys.flag("norm_topk_prob", True), float32_router=False)
+
+
 def _one_of(keys: Keys, key: str, *allowed: str) -> str:
     """One of these values; absent or null means the first."""
     value = keys.values[key] if keys.present(key) else allowed[0]

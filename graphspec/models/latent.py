@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..kernels.linear.linear import Hidden
 from .attention import LatentTransform
-from .layers import Linear, ParameterShards, RMSNorm, TokenMixer, make_parameter, row_parallel_linear
+from .layers import Linear, ParameterShards, RMSNorm, TokenMixer, grown, make_parameter, query_growth, row_parallel_linear
 
 if TYPE_CHECKING:
     from ..facts import ModelFacts
@@ -34,6 +34,7 @@ class LatentAttention(TokenMixer):
         assert facts.latent is not None, "a model with latent attention"
         latent = self.latent = facts.latent
         self.layer = layer
+        self.query_growth = query_growth(facts.rope)
         heads, query = facts.num_heads, facts.num_heads * (latent.nope_dim + latent.rope_dim)
         bias, size = facts.attention_bias, input_size or facts.hidden_size
         self.qkv_a_proj: Linear | None = None
@@ -58,6 +59,9 @@ class LatentAttention(TokenMixer):
     def inner(self, x_BTH: Hidden, rotation: Rotation, attention: Attention, norm: RMSNorm | None) -> Tensor:
         facts = self.latent
         nope_BTQN, rope_BTQR, latent_BTE = self._project(x_BTH, norm)
+        if self.query_growth is not None:
+            growth_BT11 = grown(attention.position_BT, *self.query_growth).to(nope_BTQN.dtype)
+            nope_BTQN, rope_BTQR = nope_BTQN * growth_BT11, rope_BTQR * growth_BT11
         key_QNL, value_QVL = self.kv_b_QDL.split((facts.nope_dim, facts.value_dim), dim=1)
         query_BTQL = torch.einsum("btqn,qnl->btql", nope_BTQN, key_QNL)
         mixed_BTQL = attention.latent(self.layer, query_BTQL, rope_BTQR, latent_BTE, self._transform(rotation), facts.scale)

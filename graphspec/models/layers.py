@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ..facts import ModelFacts
+    from ..facts.rope import RopeFacts
     from ..kernels.collectives import Comm
     from ..kernels.registry import KernelSet
     from .attention import Attention
@@ -324,6 +325,16 @@ class TokenMixer(nn.Module):
         return out_BTH
 
 
+def query_growth(rope: RopeFacts) -> tuple[float, int] | None:
+    """Arguments of :func:`grown`; None: queries don't grow."""
+    return (rope.query_beta, rope.original_max_position_embeddings) if rope.query_beta else None
+
+
+def grown(position_BT: Tensor, beta: float, context: int) -> Tensor:
+    """Factor of the queries of each token, ``[B, T, 1, 1]`` float32: it grows with each ``context`` positions (Llama 4's scaling)."""
+    return (1 + beta * torch.log(1 + torch.floor(position_BT / context)))[..., None, None]
+
+
 class SelfAttention(TokenMixer, ShardedModule):
     """Projections, optional query / key norm, RoPE and optional output gate around an :class:`~graphspec.models.attention.Attention`.
 
@@ -347,7 +358,7 @@ class SelfAttention(TokenMixer, ShardedModule):
         if facts.sharding.sharded:
             self.shards = {"sink_Q": ParameterShards(0, (facts.sharding.shard(facts.num_heads),))}
         self.softcap = facts.multipliers.score_softcap
-        self.query_growth = (rope.query_beta, rope.original_max_position_embeddings) if rope.query_beta else None
+        self.query_growth = query_growth(rope)
         self.gated, self.sharding = facts.family.attention_gate, facts.sharding
         fused = (2 * query if self.gated else query, key, key)
         self.qkv_proj = Linear(input_size or facts.hidden_size, *fused, bias=facts.attention_bias)
@@ -369,9 +380,7 @@ class SelfAttention(TokenMixer, ShardedModule):
     def inner(self, x_BTH: Hidden, rotation: Rotation, attention: Attention, norm: RMSNorm | None) -> Tensor:
         query_BTQD, gate_BTQD, key_BTGD, value_BTGD = self._project(x_BTH, norm)
         if self.query_growth is not None:
-            beta, context = self.query_growth
-            growth_BT = 1 + beta * torch.log(1 + torch.floor(attention.position_BT / context))
-            query_BTQD = query_BTQD * growth_BT[..., None, None].to(query_BTQD.dtype)
+            query_BTQD = query_BTQD * grown(attention.position_BT, *self.query_growth).to(query_BTQD.dtype)
         heads = self._heads(rotation)
         out_BTQD = attention(self.layer, query_BTQD, key_BTGD, value_BTGD, heads, self.scale, self.window_left, self.weighing())
         if gate_BTQD is not None:

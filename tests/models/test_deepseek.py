@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from graphspec import LLM, SamplingParams
 from graphspec.config.schema import Config, ModelConfig, VariantConfig
 from graphspec.drafters.mtp.facts import read_mtp_facts
 from graphspec.drafters.mtp.loading import load_mtp
@@ -21,7 +22,18 @@ from graphspec.plan.buffers import declare_slots
 from graphspec.plan.plan import make_plan
 from graphspec.shapes import CycleShape
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, edit_json, edit_tensors, write_folder, write_hf
-from tests.support.moe_checkpoints import HIDDEN, LAYERS, YARN, HeadOfTransformers, add_heads, build_mixture, head_tensors, write_mixture
+from tests.support.engines import ids, prompts
+from tests.support.moe_checkpoints import (
+    HIDDEN,
+    LAYERS,
+    YARN,
+    HeadOfTransformers,
+    add_heads,
+    build_mixture,
+    greedy,
+    head_tensors,
+    write_mixture,
+)
 
 from .test_models import in_float64
 
@@ -78,6 +90,32 @@ def test_logits_and_taps_equal_transformers(name: str, tmp_path: Path) -> None:
     for mine, reference, exact in pairs:
         assert (mine - exact).abs().max() <= 2 * (reference - exact).abs().max() + torch.finfo(torch.float32).eps * exact.abs().max()
     assert torch.equal(pairs[0][0].argmax(-1), theirs.logits.argmax(-1))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"rope_interleave": False, "q_lora_rank": None, "norm_topk_prob": False}, {"attention_bias": True}]
+)
+@torch.inference_mode()
+def test_queries_of_mistral_small_4_grow_with_the_position(changes: dict[str, Any], tmp_path: Path) -> None:
+    model = build_mixture("mistral4", **changes)
+    facts = read_model_facts(write_hf(model, tmp_path))
+    ours = load_target(facts, (), LENGTH, torch.float32, "cpu")
+    assert facts.rope.query_beta == 0.3 and facts.rope.original_max_position_embeddings < LENGTH
+    token_BT = torch.randint(0, VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    found, expected = ours.logits(ours(token_BT, DenseAttention.prompt(2, LENGTH)).hidden_BTH), model(token_BT).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    # The case tells growth from none.
+    model.config.rope_parameters = {**model.config.rope_parameters, "llama_4_scaling_beta": 0.0}
+    assert (model(token_BT).logits - expected).abs().max() > 1e-2
+
+
+def test_mistral_small_4_drafts_chains_and_trees(tmp_path: Path) -> None:
+    model = build_mixture("mistral4", easy=True, max_position_embeddings=96)
+    path, prompt_ids = write_hf(model, tmp_path), prompts(2, vocab=VOCAB_SIZE)
+    expected = [greedy(model, prompt, 16) for prompt in prompt_ids]
+    for shape in ({"variant": "none"}, {"variant": "ngram"}, {"variant": "ngram", "num_steps": 3, "topk": 2}):
+        llm = LLM(path, runtime="eager", max_rows=2, prefill_chunks=[4, 8], **shape)
+        assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=16))) == expected, shape
 
 
 @torch.inference_mode()
@@ -271,10 +309,11 @@ BAD_CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "no topk": ("deepseek_v2", {"num_experts_per_tok": None}, "num_experts_per_tok: expected an integer >= 1"),
     "mlp bias": ("deepseek_v2", {"mlp_bias": True}, "mlp_bias: expected false"),
     "scaling": ("deepseek_v3", {"routed_scaling_factor": -1.0}, "routed_scaling_factor: expected a positive number"),
-    "queries that grow": (
-        "deepseek_v3",
-        {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}},
-        "rope_parameters: expected one rotation for all layers, and llama_4_scaling_beta of 0, with latent attention",
+    "groups of Mistral": ("mistral4", {"n_group": 4, "topk_group": 2}, "topk_group: expected n_group"),
+    "share of a head": (
+        "mistral4",
+        {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
+        r"rope_parameters: partial_rotary_factor: expected 0\.4, the share of qk_rope_head_dim",
     ),
     "sparse attention": ("deepseek_v3", {"architectures": ["DeepseekV32ForCausalLM"]}, "architectures: expected one of"),
 }
@@ -282,7 +321,7 @@ BAD_CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family: write_mixture(tmp_path_factory.mktemp(family), family)[0] for family in ("deepseek_v2", "deepseek_v3")}
+    return {family: write_mixture(tmp_path_factory.mktemp(family), family)[0] for family in ("deepseek_v2", "deepseek_v3", "mistral4")}
 
 
 @pytest.mark.parametrize("name", BAD_CONFIGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -30,6 +31,15 @@ MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("Gemma3", "gemma3_text", {"sliding_window": 6, "sliding_window_pattern": 2}, VISION),
     "mistral3": ("Mistral3", "mistral", {"sliding_window": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, VISION),
+    "mistral4": (
+        "Mistral3", "mistral4",
+        {
+            "head_dim": 10, "num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6,
+            "v_head_dim": 5, "n_routed_experts": 8, "moe_intermediate_size": 12, "n_shared_experts": 1, "num_experts_per_tok": 3,
+            "rope_parameters": YARN,
+        },
+        VISION,
+    ),
     "ministral3": ("Mistral3", "ministral3", {"rope_parameters": YARN}, VISION),
     "qwen2_5_vl": ("Qwen2_5_VL", "qwen2_5_vl_text", {"rope_parameters": MROPE}, {**SEEING, "out_hidden_size": 32}),
     "qwen3_vl": (
@@ -42,7 +52,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 def build(name: str) -> Any:
     """A random model that sees images, of tiny parts."""
     prefix, model_type, text, vision = CASES[name]
-    text = {**TEXT, "model_type": model_type, **text}
+    # transformers writes into what it is given.
+    text = copy.deepcopy({**TEXT, "model_type": model_type, **text})
     if prefix == "Qwen2_5_VL":
         del text["head_dim"]
     config_type, model_type = getattr(transformers, f"{prefix}Config"), getattr(transformers, f"{prefix}ForConditionalGeneration")

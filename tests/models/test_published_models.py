@@ -105,7 +105,6 @@ def test_it_runs_or_one_message_says_why_not(row: tuple[dict[str, Any], Path]) -
         ("Kimi-Linear-48B-A3B", "architectures", "gates of its recurrent layers are vectors"),
         ("Llama-4-Scout", "architectures", "within chunks"),
         ("Gemma-4-31B", "architectures", "two widths"),
-        ("Mistral-Small-4-119B-A6B", "text_config: kv_lora_rank", "queries scaled by position"),
         ("Nemotron-3-Super-120B-A12B", "moe_latent_size", ""),
         ("MiniMax-M2", "architectures", "model.family=transformers"),
     ],

@@ -48,6 +48,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_layer_types": ["sparse", "dense", "sparse"],
         },
     ),
+    "mistral4": (
+        "Mistral4",
+        {
+            **{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
+            "q_lora_rank": 10,
+            "rope_parameters": {**YARN, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3},
+        },
+    ),
     "deepseek_v3": ("DeepseekV3", {**LATENT, "q_lora_rank": 10, "n_group": 4, "topk_group": 2}),
     "gpt_oss": (
         "GptOss",
