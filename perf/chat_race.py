@@ -28,10 +28,10 @@ import torch
 
 from graphspec.api.llm import LLM
 from graphspec.engine.request import SamplingParams
-from graphspec.facts.folders import model_folder
+from graphspec.facts.folders import model_folder, shipped_drafts
 from graphspec.host.core_wait import CoreWait, busy_caution
 from graphspec.lab.measure.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
-from perf.llama_server import MODES, LlamaServer, server_program
+from perf.llama_server import MODES, LlamaServer, eagle3, server_program
 from perf.peers import PeerError
 from perf.speed import busy_programs
 
@@ -163,7 +163,8 @@ def llama_sides(args: argparse.Namespace, source: Path, open_servers: ExitStack)
     """llama.cpp's modes, and for those that can't take part the reason."""
     sides: list[Side] = []
     missing: dict[str, str] = {}
-    for mode in MODES:
+    heads = [eagle3(args.llama_draft)] if args.llama_draft else []
+    for mode in (*MODES, *heads):
         try:
             if source.suffix != ".gguf":
                 raise PeerError(f"it needs a GGUF file, found {source.name}")
@@ -182,6 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="smollm2", help="a name of conf/model, a GGUF file or a folder")
     parser.add_argument("--draft", help="folder of an EAGLE-3 head; without: the one that comes with the model, if any")
     parser.add_argument("--llama", help="llama.cpp's llama-server; default: the one on the PATH")
+    parser.add_argument("--llama-draft", help="the head as GGUF, by llama.cpp's converter: its EAGLE-3 takes part as well")
     parser.add_argument("--no-hf", action="store_true", help="without transformers, which is slow")
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help='JSONL of {"kind": ..., "prompt": ...}')
     parser.add_argument("--raw", action="store_true", help="prompts as they are, without the chat template")
@@ -210,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     groups = list(dict.fromkeys(asked))
     sides = [our_side(PLAIN, args, variant="none")]
     shapes = [("ngram", shape, None) for shape in SHAPES["ngram"]]
-    if args.draft is not None:
+    if args.draft is not None or "eagle3" in shipped_drafts(args.model, source):
         shapes += [("eagle3", shape, args.draft) for shape in SHAPES["eagle3"]]
     for variant, shape, draft in shapes:
         sizes = dict(zip(("num_steps", "topk", "num_draft_tokens"), shape, strict=True))
@@ -236,7 +238,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"Missing: {side}: {reason}.")
     if (caution := busy_caution({"all sides": busy})) is not None:
         print(caution)
-    settings = {key: Path(value).name if key in ("llama", "draft", "model") and value else value for key, value in vars(args).items()}
+    settings = {
+        key: Path(value).name if key in ("llama", "llama_draft", "draft", "model") and value else value for key, value in vars(args).items()
+    }
     settings |= {key: within_repository(settings[key]) for key in ("out", "prompts")}
     write_jsonl(
         result_file(args.out, "chat-race"),

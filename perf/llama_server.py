@@ -38,6 +38,11 @@ MODES = (
 )
 
 
+def eagle3(head: str) -> Mode:
+    """Its EAGLE-3 with a head in GGUF: chains of at most four drafted tokens."""
+    return Mode("llama.cpp, eagle3 (4)", (*_TYPE, "draft-eagle3", "-md", head, "--spec-draft-n-max", "4"))
+
+
 def server_program(given: str | None) -> str:
     """Path of the server: ``given``, or ``llama-server`` on the PATH.
 

@@ -24,7 +24,7 @@ from ..kernels.linear.packed import Packed, dequantise
 from ..weights.rounding import GROUPS, ROUNDED, Rounded, quantization_config, round_to, stored
 from .checkpoint import FLOATS, Checkpoint
 
-LAYERS = "layers"
+LAYERS, EXPERTS = "layers", "experts"
 _PROJECTION = re.compile(r"\w+_proj(_with_mqa|_qkvz?|_z)?")
 """Linear layers of decoder layers by the last part of their names. Gates and steps of recurrent layers (``in_proj_ba``) are small, and
 published checkpoints keep them."""
@@ -71,7 +71,7 @@ def quantise(model: str | Path, out: str | Path, code: str, modules: Sequence[st
         out: a folder that doesn't exist yet, or is empty.
         code: a key of :data:`graphspec.weights.rounding.ROUNDED`.
         modules: which linear layers, by the last part of their names, such as ``lm_head`` or ``fc``; ``layers``: the projections of all
-            decoder layers.
+            decoder layers but those of routed experts; ``experts``: these, where the checkpoint stores them one by one.
         group: channels that share a scale; None: the largest of 128, 64 and 32 that divides all of these layers.
 
     Raises:
@@ -113,13 +113,16 @@ def _linear(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def _chosen(checkpoint: Checkpoint, modules: Sequence[str]) -> set[str]:
-    # Routed experts keep their numbers.
-    leaves = {name: name.split(".")[-2] for name in checkpoint.names() if _linear(checkpoint, name) and ".experts." not in name}
+    linear = [name for name in checkpoint.names() if _linear(checkpoint, name)]
+    experts = {name for name in linear if ".experts." in name}
+    leaves = {name: name.split(".")[-2] for name in linear if name not in experts}
     chosen: set[str] = set()
     for module in modules:
         found = {name for name, leaf in leaves.items() if leaf == module or (module == LAYERS and _PROJECTION.fullmatch(leaf))}
+        found = experts if module == EXPERTS else found
         if not found:
-            raise ConfigError("modules", f"{LAYERS}, or names of linear layers: {', '.join(sorted(set(leaves.values())))}", repr(module))
+            known = f"{LAYERS}, {EXPERTS} where they are stored one by one, or names of linear layers: "
+            raise ConfigError("modules", known + ", ".join(sorted(set(leaves.values()))), repr(module))
         chosen |= found
     return chosen
 

@@ -142,6 +142,27 @@ def test_experts_keep_their_numbers(tmp_path: Path) -> None:
     assert load_and_generate(tmp_path / "out", variant="ngram") == load_and_generate(tmp_path / "out", variant="none")
 
 
+@pytest.mark.parametrize("code", ["int4", "fp8"])
+def test_experts_that_are_stored_one_by_one(code: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 32}
+    source, _ = write_mixture(tmp_path / "source", "qwen3_moe", **sizes)
+    result = quantise(source, tmp_path / "out", code, ["layers", "experts"])
+    names = load_file(source / "model.safetensors")
+    experts = [name for name in names if ".experts." in name]
+    assert experts and result.layers == len(experts) + sum("self_attn" in name and "_proj" in name for name in names)
+    checkpoint = Checkpoint(tmp_path / "out")
+    assert all(map(checkpoint.is_packed, experts)) and not any(
+        checkpoint.is_packed(name) for name in checkpoint.names() if ".gate." in name
+    )
+    assert load_and_generate(tmp_path / "out", variant="ngram") == load_and_generate(tmp_path / "out", variant="none")
+
+
+def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
+    source, _ = write_mixture(tmp_path / "source", "gpt_oss")
+    with pytest.raises(ConfigError, match="experts where they are stored one by one"):
+        quantise(source, tmp_path / "out", "int8", ["experts"])
+
+
 def load_and_generate(model: str | Path, prompts: Any = PROMPTS, **options: Any) -> list[tuple[int, ...]]:
     llm = LLM(str(model), runtime="eager", max_context=64, page_size=8, max_rows=2, buckets=[2], **options)
     return [output.token_ids for output in llm.generate(prompts, SamplingParams(max_tokens=16, ignore_eos=True))]

@@ -62,10 +62,10 @@ def test_the_server_is_asked_with_token_ids_and_ends_with_its_side(program, tmp_
 
 def test_a_server_that_does_not_start_is_missing_with_its_own_words(program, tmp_path, monkeypatch):
     monkeypatch.setattr(chat_race, "MODES", (Mode("plain"), Mode("other", ("--broken",))))
-    args = Namespace(llama=program, threads=1, context=64, max_tokens=2)
+    args = Namespace(llama=program, llama_draft="head.gguf", threads=1, context=64, max_tokens=2)
     with ExitStack() as stack:
         sides, missing = chat_race.llama_sides(args, tmp_path / "model.gguf", stack)
-        assert [side.name for side in sides] == ["plain"] and sides[0].answer([4]) == [1, 4]
+        assert [side.name for side in sides] == ["plain", "llama.cpp, eagle3 (4)"] and sides[0].answer([4]) == [1, 4]
         assert "unknown argument: --broken" in missing["other"]
         assert chat_race.llama_sides(args, tmp_path, stack)[1]["plain"].startswith("it needs a GGUF file")
     with pytest.raises(PeerError, match="not found"):
@@ -95,8 +95,10 @@ def test_engines_take_part_with_the_tokens_of_plain_decoding(tmp_path, capsys):
     words = ["--model", "demo", "--llama", str(tmp_path / "none"), "--no-hf", "--rounds", "1", "--max-tokens", "8"]
     assert chat_race.main([*words, "--prompts", str(prompts), "--raw", "--context", "128", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "graphspec, ngram chain (3, 1, 4)" in shown and "Missing: llama.cpp: it needs a GGUF file" in shown
+    assert "graphspec, ngram chain (3, 1, 4)" in shown and "graphspec, eagle3 tree (4, 4, 8)" in shown
+    assert "Missing: llama.cpp: it needs a GGUF file" in shown
     [file] = tmp_path.glob("*-chat-race.jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     sides = [line for line in lines if "tokens_per_second" in line]
-    assert all(side["equal"] == 1.0 and set(side["tokens_per_second"]) == {"code", "edit"} for side in sides) and len(sides) == 3
+    assert all(side["equal"] == 1.0 and set(side["tokens_per_second"]) == {"code", "edit"} for side in sides)
+    assert len(sides) == 1 + sum(map(len, chat_race.SHAPES.values()))
