@@ -125,6 +125,20 @@ def mistral4_keys(keys: Keys) -> Keys:
     return Keys({**keys.values, name: {key: value for key, value in rope.items() if key != "partial_rotary_factor"}}, keys.where)
 
 
+def minimax_keys(keys: Keys) -> Keys:
+    """MiniMax-M2's config with ``partial_rotary_factor`` in place of ``rotary_dim``, and its base where none is stated.
+
+    Raises:
+        CheckpointError: a width that is none.
+    """
+    values = dict(keys.values)
+    if keys.present("rotary_dim") and not keys.present("partial_rotary_factor"):
+        values["partial_rotary_factor"] = keys.integer("rotary_dim") / keys.integer("head_dim", 128)
+    if not _states_base(keys):
+        values["rope_theta"] = 5000000.0
+    return Keys(values, keys.where)
+
+
 def gemma_keys(keys: Keys) -> Keys:
     """Gemma's config with the usual name of the activation; the first releases write "gelu" and mean the tanh approximation.
 

@@ -188,6 +188,20 @@ QWEN3_NEXT_LAYOUT = _target(*_hybrid_rules("in_proj_qkvz", "in_proj_ba"))
 GPT_OSS_LAYOUT = _target(*_gpt_oss_rules("layers.*.", "model.layers.*."))
 """gpt-oss: the experts of a layer in one tensor, of numbers or of MXFP4 codes."""
 
+MIXTRAL_LAYOUT = _target(
+    *_tensors(
+        "layers.*.mlp.",
+        "model.layers.*.block_sparse_moe.",
+        {
+            "router.weight": "gate.weight",
+            "correction_E": "e_score_correction_bias",
+            "gate_up_EFH": "experts.#.w1.weight experts.#.w3.weight",
+            "down_EHF": "experts.#.w2.weight",
+        },
+    )
+)
+"""Mixtral and MiniMax-M2."""
+
 _SHARED = {"gate_up_proj": "input_linear", "down_proj": "output_linear"}
 
 GRANITE_LAYOUT = _target(

@@ -131,6 +131,25 @@ def read_mistral_experts(keys: Keys, num_layers: int) -> ExpertFacts:
     return replace(facts, normalize=keys.flag("norm_topk_prob", True), float32_router=False)
 
 
+def read_mixtral_experts(keys: Keys, num_layers: int, *, sigmoid: bool) -> ExpertFacts:
+    """Mixtral (arXiv 2401.04088): softmax; MiniMax-M2: sigmoid and correction. Every layer is a mixture, weights sum to 1.
+
+    Raises:
+        CheckpointError: a key that is missing, wrong or not supported.
+    """
+    name = "num_local_experts" if keys.present("num_local_experts") else "num_experts"
+    experts = _read_count(keys, name, num_layers)
+    _one_of(keys, "scoring_func", "sigmoid" if sigmoid else "softmax")
+    return ExpertFacts(
+        layers=(True,) * num_layers,
+        num_experts=experts,
+        topk=_read_topk(keys, experts, 8 if sigmoid else 2),
+        intermediate_size=keys.integer("intermediate_size", maximum=MAX_WIDTH),
+        sigmoid=sigmoid,
+        normalize=True,
+    )
+
+
 def _one_of(keys: Keys, key: str, *allowed: str) -> str:
     """One of these values; absent or null means the first."""
     value = keys.values[key] if keys.present(key) else allowed[0]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LENGTH = 24
-OTHERS = ("dots1", "glm4_moe", "glm4_moe, plain", "gpt_oss")
+OTHERS = ("dots1", "glm4_moe", "glm4_moe, plain", "gpt_oss", "mixtral", "minimax_m2")
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "weights-as-they-come": {"norm_topk_prob": False},

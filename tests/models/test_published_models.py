@@ -106,7 +106,7 @@ def test_it_runs_or_one_message_says_why_not(row: tuple[dict[str, Any], Path]) -
         ("Llama-4-Scout", "architectures", "within chunks"),
         ("Gemma-4-31B", "architectures", "two widths"),
         ("Nemotron-3-Super-120B-A12B", "moe_latent_size", ""),
-        ("MiniMax-M2", "architectures", "model.family=transformers"),
+        ("ERNIE-4.5-0.3B", "architectures", "model.family=transformers"),
     ],
 )
 def test_the_message_says_what_is_missing(name: str, key: str, said: str, tmp_path: Path) -> None:

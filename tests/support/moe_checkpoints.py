@@ -48,6 +48,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_layer_types": ["sparse", "dense", "sparse"],
         },
     ),
+    "mixtral": ("Mixtral", {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 6, "intermediate_size": 12, "sliding_window": 7}),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 6, "intermediate_size": 12, "rotary_dim": 4},
+    ),
     "mistral4": (
         "Mistral4",
         {
