@@ -28,6 +28,7 @@ import torch
 
 from graphspec.api.llm import LLM
 from graphspec.engine.request import SamplingParams
+from graphspec.errors import CheckpointError
 from graphspec.facts.folders import model_folder, shipped_drafts
 from graphspec.host.core_wait import CoreWait, busy_caution
 from graphspec.lab.measure.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
@@ -90,11 +91,17 @@ def our_side(name: str, args: argparse.Namespace, **overrides: Any) -> Side:
 
 
 def hf_side(source: Path, args: argparse.Namespace) -> Side:
-    """Transformers' ``generate`` on the numbers of the file, in float32."""
-    from transformers import AutoModelForCausalLM
+    """Transformers' ``generate`` on the numbers of the checkpoint, in float32.
 
-    folder, more = (source.parent, {"gguf_file": source.name}) if source.is_file() else (source, {})
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False, **more).eval()
+    Raises:
+        PeerError: a model that drafts can't be trained for: the reader is theirs.
+    """
+    from graphspec.train.drafter import load_target
+
+    try:
+        model = load_target(source)
+    except CheckpointError as error:
+        raise PeerError(str(error)) from error
     how = {"max_new_tokens": args.max_tokens, "min_new_tokens": args.max_tokens, "do_sample": False, "pad_token_id": 0}
 
     def answer(prompt: list[int]) -> list[int]:
@@ -222,7 +229,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         others, missing = llama_sides(args, file, open_servers)
         sides += others
         if not args.no_hf:
-            sides.append(hf_side(file, args))
+            try:
+                sides.append(hf_side(source, args))
+            except PeerError as reason:
+                missing["transformers"] = str(reason)
         watch = CoreWait()
         with busy_programs(args.busy):
             measure(sides, prompts, args.rounds)
