@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ..config.catalog import PLAIN_DECODING, resolve_variant
 from ..config.compose import load_config
-from ..config.schema import VariantConfig
+from ..config.schema import AdaptiveConfig, VariantConfig
 from ..errors import ConfigError, GraphspecError, ResourceError
 from ..facts.folders import model_folder
 from ..host.core_wait import CoreWait, busy_caution
@@ -102,7 +102,7 @@ def run_conversation_demo(config: LaunchConfig, console: Console | None = None, 
                       " (+ accepted, - rejected):")  # fmt: skip
         console.print(draw_tree(tree))
         console.print()
-        load(plain, replace(config, variant=VariantConfig(name=plain)))
+        load(plain, replace(config, variant=VariantConfig(name=plain), adaptive=AdaptiveConfig()))
         timed = replace(params, max_tokens=min(params.max_tokens or TIMED_TOKENS, TIMED_TOKENS))
         rows: dict[str, dict[str, tuple[float, Output]]] = {}
         watch = CoreWait()

@@ -214,7 +214,12 @@ def test_what_cannot_be_written(source: Path, tmp_path: Path) -> None:
     quantise(source, tmp_path / "out", "int8")
     for folder, code, options, message in (
         (source, "int3", {}, "format: expected one of int4, int8, fp8, q8_0"),
-        (source, "int4", {"modules": ["nope"]}, "modules: expected layers, or names of linear layers: down_proj, .*lm_head"),
+        (
+            source,
+            "int4",
+            {"modules": ["nope"]},
+            "modules: expected layers, experts where they are stored one by one, or names of linear layers: down_proj, .*lm_head",
+        ),
         (source, "int4", {"modules": ["embed_tokens"]}, "modules: expected layers"),
         (source, "int4", {"group": 64}, r"group: expected a divisor of the 96 channels of .*down_proj\.weight, found 64"),
         (source, "int4", {"group": 4}, "group: expected a multiple of 8"),
