@@ -104,7 +104,7 @@ def test_values_of_a_body_are_counted(body: Any, fits: bool) -> None:
     if fits:
         assert parse_json(data, MAX_VALUES) == body
         return
-    with pytest.raises(ApiError, match="expected at most 524288 values in a body, and at most 131072 lists and objects") as error:
+    with pytest.raises(ApiError, match="expected at most 524288 values in a body, and at most 32768 lists and objects") as error:
         parse_json(data, MAX_VALUES)
     assert (error.value.status, error.value.code) == (400, "too_many_values")
 

@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from graphspec.api.llm import LLM
-from graphspec.api.stops import StopTexts
+from graphspec.api.stops import StopTexts, automaton
 from graphspec.serve import app
 from graphspec.serve.bodies import LARGE_BODY
 from tests.support.hostile import COMPLETIONS, FIELDS, INPUTS, MORE, body, schema
@@ -41,6 +41,7 @@ def test_no_long_work_is_done_by_the_event_loop_or_the_engine(monkeypatch: pytes
 
         monkeypatch.setattr(owner, name, noted)
 
+    automaton.cache_clear()  # of the same inputs in other tests
     with LLM(model="demo", variant="eagle3", runtime="eager") as llm, serving(llm, grammar_seconds=0.5) as server:
         note(app, "parse_json", LARGE_BODY)
         for name in ("encode", "words", "chat"):

@@ -130,7 +130,7 @@ def test_fields_that_change_nothing_are_taken(server: Served) -> None:
     server.complete(prompt="w7", max_tokens=1, best_of=1, suffix="", user="me", metadata={"a": "b"}, store=False, logit_bias=None)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"7", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"\xff", b"[" * 100000])
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"7", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"\xff", b"[" * 30000])
 def test_bodies_that_are_no_json_object(server: Served, body: bytes) -> None:
     assert refused(server.client.post(COMPLETIONS, content=body, headers=JSON), 400)["code"] == "invalid_json"
 
