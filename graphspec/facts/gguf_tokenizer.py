@@ -36,12 +36,12 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 
 
 def _words(digits: str, others: str = _OTHERS) -> str:
-    """Words, with contractions apart, and numbers of so many digits."""
+    """Pattern that splits words, contractions and runs of digits; ``digits`` is a regex quantifier for the length of a run."""
     return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}|{others}"
 
 
 def _cased(digits: str, contractions: str) -> str:
-    """The same, where a word ends before a capital letter after a small one."""
+    """The same pattern, but a word also ends where a lowercase letter is followed by an uppercase one."""
     begin, others = r"[^\r\n\p{L}\p{N}]?", _OTHERS.replace(r"[\r\n]*", r"[\r\n/]*")
     parts = (f"{begin}{_UPPER}*{_LOWER}+{contractions}", f"{begin}{_UPPER}+{_LOWER}*{contractions}")
     return "|".join((*parts, rf"\p{{N}}{digits}", others))
