@@ -38,7 +38,7 @@ MODELS_PAGE = ROOT / "docs" / "models.md"
 MODELS_HEAD = """# What people run
 
 The models that are run most at the end of 2026, and what happens to their `config.json` here. *Loads*: a family's layers describe it,
-in the [formats](quantised.md) that load. *`model.family=transformers`*: transformers' modules
+in the [formats](checkpoints.md#low-precision-and-gguf) that load. *`model.family=transformers`*: transformers' modules
 [run it](checkpoints.md#any-other-model-of-transformers), slower. *Refused*: one message says why. Drafts are those that others publish for
 the model; `ngram` and `standalone` need none of its own.
 

@@ -196,7 +196,7 @@ def test_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_extra_and_page_state_the_same_range() -> None:
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["cuda"]
     assert f"flashinfer-python{version.SUPPORTED}" in extra
-    assert version.SUPPORTED in (ROOT / "docs" / "flashinfer.md").read_text()
+    assert version.SUPPORTED in (ROOT / "docs" / "kernels.md").read_text()
 
 
 def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
