@@ -42,7 +42,11 @@ GROUPS = {"chat": ("question", "explain", "story", "numbers", "advice", "list"),
 PLAIN = "graphspec, plain"
 PAUSE = 0.02
 """Seconds between two sides: threads of the previous one may still be spinning."""
-SHAPES = {"ngram": ((3, 1, 4), (6, 1, 7)), "eagle3": ((4, 1, 5), (4, 4, 8))}
+SHAPES: dict[str, tuple[tuple[tuple[int, int, int], list[int]], ...]] = {
+    "ngram": (((2, 1, 3), [0]), ((6, 1, 7), [0, 2]), ((3, 1, 4), [])),
+    "eagle3": (((4, 1, 5), []), ((4, 4, 8), [])),
+}
+"""Shapes of each drafter, and the other depths that its cycles may have."""
 
 
 @dataclass(slots=True)
@@ -218,13 +222,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     probe.close()
     groups = list(dict.fromkeys(asked))
     sides = [our_side(PLAIN, args, variant="none")]
-    shapes = [("ngram", shape, None) for shape in SHAPES["ngram"]]
+    drafters: dict[str, str | None] = {"ngram": None}
     if args.draft is not None or "eagle3" in shipped_drafts(args.model, source):
-        shapes += [("eagle3", shape, args.draft) for shape in SHAPES["eagle3"]]
-    for variant, shape, draft in shapes:
-        sizes = dict(zip(("num_steps", "topk", "num_draft_tokens"), shape, strict=True))
-        kind = "chain" if shape[1] == 1 else "tree"
-        sides.append(our_side(f"graphspec, {variant} {kind} {shape}", args, variant=variant, draft=draft, **sizes))
+        drafters["eagle3"] = args.draft
+    for variant, draft in drafters.items():
+        for shape, depths in SHAPES[variant]:
+            sizes = dict(zip(("num_steps", "topk", "num_draft_tokens"), shape, strict=True))
+            kind = f"{'chain' if shape[1] == 1 else 'tree'} {shape}{f', or {depths} steps' if depths else ''}"
+            sides.append(our_side(f"graphspec, {variant} {kind}", args, variant=variant, draft=draft, depths=depths, **sizes))
     with ExitStack() as open_servers:
         others, missing = llama_sides(args, file, open_servers)
         sides += others

@@ -27,6 +27,9 @@ class Variant:
     drafter: Literal["none", "network", "history", "host"]
     """Kind of drafter: a ``network`` inside the cycle, with a separate KV; a matcher over the row's own ``history``, inside the cycle too;
     the ``host``, between two cycles."""
+    copies_repeats: bool = False
+    """It drafts only what followed an earlier occurrence of the row's last ``variant.ngram.min_window`` tokens: the host can tell before a
+    launch whether there is anything to draft."""
     feature_source: Literal["none", "hidden", "taps"] = "none"
     """Feature of the target that drafters of this kind read for each token: its ``hidden`` state after the final norm, or ``taps``, the
     residual streams entering chosen layers. The facts of a draft say which it reads."""

@@ -38,14 +38,20 @@ MAX_BACKOFF = 4
 class DepthPolicy(Protocol):
     """Chooses a depth before each launch and observes each result; used by the scheduler."""
 
-    def choose(self, bucket: int, lanes: int) -> int:
-        """Depth of the next cycle of ``bucket`` with ``lanes`` requests. Changes no state."""
+    def choose(self, bucket: int, lanes: int, drafts: int | None) -> int:
+        """Depth of the next cycle of ``bucket`` with ``lanes`` requests. Changes no state.
+
+        Args:
+            bucket, lanes: the program's lanes, and those in use.
+            drafts: the most tokens that any lane can draft; None: not known before the launch, as with a draft network.
+        """
         ...
 
     def observe(self, bucket: int, depth: int, accepted: Sequence[int]) -> None:
-        """Record one cycle: drafted tokens accepted in each lane whose run was not cut by a stop id or the budget.
+        """Record one cycle: drafted tokens accepted in each lane that could draft ``depth`` tokens and whose run was not cut by a stop id
+        or the budget.
 
-        Cycles of depth 0 are reported too, with a 0 for each such lane; ``accepted`` may be empty.
+        Cycles of depth 0 are reported too, with a 0 for each such lane, unless there was nothing to draft; ``accepted`` may be empty.
         """
         ...
 
@@ -180,6 +186,8 @@ class AdaptiveDepth:
       ``MARGIN`` of all time. A probe costs the time of its cycles less that of the tokens they commit, and the pass in which the drafter
       catches up after depth 0. Each probe that finds nothing halves the budget's growth, down to ``MARGIN / MAX_BACKOFF``.
     * Without ``rates`` drafting is tried first, at any cost; if nothing is accepted the first rule ends it.
+    * Where it is known how many tokens can be drafted, the cycle is the shallowest that has room for them. Shares then are those of drafts
+      that were found.
 
     Args:
         depths: bucket to the depths it has cycles of.
@@ -241,11 +249,13 @@ class AdaptiveDepth:
         if state.depth is None:
             state.depth = self._first_depth(bucket, state)
 
-    def choose(self, bucket: int, lanes: int) -> int:
+    def choose(self, bucket: int, lanes: int, drafts: int | None = None) -> int:
         state = self._buckets[bucket]
         if state.depth is None:
-            return self._start.get(bucket, state.depths[-1])
-        return state.probe.depth if state.probe is not None else state.depth
+            depth = self._start.get(bucket, state.depths[-1])
+        else:
+            depth = state.probe.depth if state.probe is not None else state.depth
+        return depth if drafts is None or drafts >= depth else next(enough for enough in state.depths if enough >= drafts)
 
     def observe(self, bucket: int, depth: int, accepted: Sequence[int]) -> None:
         self.acceptance.observe(depth, accepted)
@@ -361,7 +371,7 @@ class DeepestCycles:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
 
-    def choose(self, bucket: int, lanes: int) -> int:
+    def choose(self, bucket: int, lanes: int, drafts: int | None) -> int:
         return self._plan.depths_of(bucket)[-1]
 
     def observe(self, bucket: int, depth: int, accepted: Sequence[int]) -> None:

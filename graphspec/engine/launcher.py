@@ -75,3 +75,5 @@ class Ticket:
     key: Key
     launched: float
     """Seconds of :func:`time.perf_counter`."""
+    drafts: tuple[int, ...] | None = None
+    """The most tokens that each lane can draft; None: not known before the launch."""

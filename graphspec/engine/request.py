@@ -19,6 +19,7 @@ from ..errors import GraphspecError, RequestError
 from ..graphs.grammar import Grammar
 from ..shapes import GREEDY, NEUTRAL, SamplingClass, SamplingDefaults, drawing_class
 from ..text.structured import Structured
+from .lookup import RepeatIndex
 
 Made = TypeVar("Made")
 
@@ -352,6 +353,8 @@ class RowState:
     """Cycles that were launched and not read."""
     window_bound: int = 1
     """Most entries its window can have on the device after all launches so far; counted only if plain cycles let it grow."""
+    repeats: RepeatIndex | None = None
+    """Where its text repeats; made when a depth is chosen by it."""
 
     @property
     def begins(self) -> bool:

@@ -19,6 +19,7 @@ from ..shapes import MAX_PADDING, GraphKey, SamplingClass, pick_bucket
 from .admission import Deadlines, Queue
 from .depth import DepthPolicy
 from .launcher import Launcher, Ticket
+from .lookup import RepeatIndex
 from .meter import Meter
 from .pages import PageAllocator, PrefixCache
 from .prefill import RowParameters, Table, choose_prefill, prompt_message
@@ -304,8 +305,12 @@ class Scheduler:
             message.grammars = [request.grammar for request in lanes]
         if self.proposer is not None:
             message.trees = with_forced(lanes, self.proposer.propose(lanes), self.plan.shape.num_steps)
-        key = self._next_cycle(lanes, programs)
-        number = self._launch(key, message, tuple(lanes))
+        drafts = self._drafts(lanes, message) if self.policy is not None else None
+        key = self._next_cycle(lanes, programs, drafts)
+        if message.trees:
+            room = key.shape.num_draft_tokens - 1
+            message.trees = [(tokens[:room], parents[:room]) for tokens, parents in message.trees]
+        number = self._launch(key, message, tuple(lanes), drafts)
         for request in lanes:
             row = request.row
             row.last_ticket = number
@@ -317,7 +322,25 @@ class Scheduler:
                 row.window_bound = row.window_bound + 1 if depth == 0 and not key.catch_up else depth + 1
         return True
 
-    def _next_cycle(self, lanes: list[Request], programs: ClassPrograms) -> GraphKey:
+    def _drafts(self, lanes: list[Request], message: Message) -> tuple[int, ...] | None:
+        """The most tokens that each lane can draft; None: only the device knows."""
+        maximum = self.plan.shape.num_steps
+        if self.proposer is not None:
+            return tuple(len(tokens) for tokens, _ in message.trees)
+        if not self.plan.variant.copies_repeats or self.plan.run_ahead:
+            return None
+        found = []
+        for request in lanes:
+            row = request.row
+            if row.repeats is None:
+                row.repeats = RepeatIndex(self.plan.ngram.min_window)
+            drafts = row.repeats.follow(request.prompt, request.output)
+            if request.grammar is not None and request.grammar.forced(1):
+                drafts = maximum
+            found.append(min(drafts, request.depth_of(maximum)))
+        return tuple(found)
+
+    def _next_cycle(self, lanes: list[Request], programs: ClassPrograms, drafts: tuple[int, ...] | None) -> GraphKey:
         """The cycle of the chosen depth, or the catch-up cycle that must come before it.
 
         Raises:
@@ -326,7 +349,7 @@ class Scheduler:
         bucket = pick_bucket(programs.buckets, len(lanes))
         key = programs.first[bucket]
         if self.policy is not None:
-            depth = self.policy.choose(bucket, len(lanes))
+            depth = self.policy.choose(bucket, len(lanes), None if drafts is None else max(drafts))
             if (bucket, depth) not in programs.cycles:
                 raise ConfigError(f"draft depth of {bucket} lanes", "one of " + ", ".join(map(str, self.plan.depths_of(bucket))), depth)
             key = programs.cycles[bucket, depth]
@@ -383,7 +406,7 @@ class Scheduler:
         last.preempted += 1
         self.waiting.add(last)
 
-    def _launch(self, key: Key, message: Message, lanes: tuple[Request, ...]) -> int:
+    def _launch(self, key: Key, message: Message, lanes: tuple[Request, ...], drafts: tuple[int, ...] | None = None) -> int:
         """The launch's number, which the caller notes in the rows."""
         if self._aborts:
             rows = {r.row.index for r in self.running}
@@ -391,7 +414,7 @@ class Scheduler:
             self._aborts = []
         self.step_requests = lanes
         number = self.launcher.launch(key, message)
-        self._tickets.append(Ticket(number, lanes, key, time.perf_counter()))
+        self._tickets.append(Ticket(number, lanes, key, time.perf_counter(), drafts))
         return number
 
     def _make_room(self) -> None:
@@ -411,10 +434,13 @@ class Scheduler:
         depth = None
         if isinstance(ticket.key, GraphKey):
             depth = ticket.key.shape.num_steps
-            if self.policy is not None:
-                results = zip(ticket.lanes, entry.tokens, entry.status, strict=True)
+            if self.policy is not None and (ticket.drafts is None or any(ticket.drafts)):
+                drafts = ticket.drafts or (depth,) * len(ticket.lanes)
+                results = zip(ticket.lanes, drafts, entry.tokens, entry.status, strict=True)
                 whole = [
-                    len(tokens) - 1 for r, tokens, status in results if tokens and status == Status.LIVE and r.depth_of(depth) == depth
+                    len(tokens) - 1
+                    for r, found, tokens, status in results
+                    if tokens and status == Status.LIVE and min(r.depth_of(depth), found) == depth
                 ]
                 self.policy.observe(ticket.key.bucket, depth, whole)
         for request, tokens, status in zip(ticket.lanes, entry.tokens, entry.status, strict=True):

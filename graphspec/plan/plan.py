@@ -314,8 +314,8 @@ def resolve_bucket_shapes(
         ConfigError: no such bucket, a depth that is none, or a drafter or rule whose depth is fixed.
     """
     key = "runtime.depth_per_bucket"
-    if (depths or adaptive) and (fixed or variant.drafter not in ("network", "history") or accept.synthetic):
-        what = "a drafter that is one network or the row's own history, no static tree, and a rule that forces no length"
+    if (depths or adaptive) and (fixed or variant.drafter not in ("network", "history", "host") or accept.synthetic):
+        what = "a drafter that is one network or matches n-grams, no static tree, and a rule that forces no length"
         if depths:
             raise ConfigError(key, f"{{}}, or {what}", dict(depths))
         raise ConfigError("adaptive.depths", f"[], or {what}", list(adaptive))

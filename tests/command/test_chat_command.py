@@ -163,7 +163,8 @@ def test_a_terminal_shows_drafts_in_colour_and_ctrl_c_stops_the_answer(folder: P
 def test_a_model_without_a_head_is_drafted_by_its_own_text(folder: Path) -> None:
     completed = chat.conversation_words([f"model={folder}"])
     config = load_config(*completed)
-    assert (config.variant.name, config.variant.num_steps, config.variant.num_draft_tokens) == ("ngram", 3, 4)
+    assert (config.variant.name, config.variant.num_steps, config.variant.num_draft_tokens) == ("ngram", 2, 3)
+    assert config.adaptive.depths == [0]
     assert config.chat and config.sampling.max_tokens is None
     for given in (["variant=none"], [f"variant.draft={folder.parent / 'eagle3'}"]):
         assert chat.conversation_words([f"model={folder}", *given]) == [f"model={folder}", *given, "experiment=chat"]

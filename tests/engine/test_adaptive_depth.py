@@ -379,9 +379,9 @@ def test_a_bucket_may_decode_plainly_for_good() -> None:
     assert not history.catches_up and history.window_capacity == history.accept_width, "nothing is kept for a drafter without a network"
 
 
-@pytest.mark.parametrize("structure", ["static-tree", "head-per-step", "host-tree", "none"])
+@pytest.mark.parametrize("structure", ["static-tree", "head-per-step", "none"])
 def test_drafters_of_a_fixed_depth_refuse(structure: str) -> None:
-    what = r"or a drafter that is one network or the row's own history, no static tree, and a rule that forces no length, found"
+    what = r"or a drafter that is one network or matches n-grams, no static tree, and a rule that forces no length, found"
     with pytest.raises(ConfigError, match=rf"adaptive\.depths: expected \[\], {what} \[0\]"):
         tiny(structure, [0])
     with pytest.raises(ConfigError, match=rf"runtime\.depth_per_bucket: expected {{}}, {what} {{4: 0}}"):

@@ -80,7 +80,7 @@ class Learner:
     def __init__(self) -> None:
         self.seen: list[int] = []
 
-    def choose(self, bucket: int, lanes: int) -> int:
+    def choose(self, bucket: int, lanes: int, drafts: int | None) -> int:
         return 4
 
     def observe(self, bucket: int, depth: int, accepted: Any) -> None:

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphspec.kernels.groups import Candidates
+from graphspec.kernels.native.cycle import ngram_match as native_match
 from graphspec.kernels.tree.ngram_match import match_rows
 from graphspec.kernels.tree.tree_build import tree_build
+from graphspec.plan.buffers import Status
 
 Path = tuple[int, ...]
 Entry = tuple[float, int, int]
@@ -84,6 +87,21 @@ def test_pool_is_that_of_the_oracle(problem: tuple[list[list[int]], int, int, in
         paths = best_paths(tokens, num_paths, depth, low, high)
         assert not any(a != b and a[: len(b)] == b for a in paths for b in paths) and len(set(paths)) == len(paths)
         assert as_entries(result, lane) == pool_of(paths, num_paths, depth)
+
+
+@given(problems(), st.integers(0, 50))
+@settings(max_examples=300, deadline=None)
+def test_pool_in_cpp_is_that_of_the_oracle(problem: tuple[list[list[int]], int, int, int, int, int], garbage: int) -> None:
+    """Rows in another order than lanes, and one that is not live."""
+    histories, width, num_paths, depth, low, high = problem
+    history, length = batch([*histories, []], width, garbage)
+    lanes = len(histories) + 1
+    pool = (torch.full((lanes, num_paths * depth), fill) for fill in (math.nan, 99, 99))
+    candidates = Candidates(*pool)
+    status = torch.where(length > 0, int(Status.LIVE), int(Status.FREE))
+    native_match(history, torch.arange(lanes - 1, -1, -1), status, length - 1, candidates, num_paths, depth, low, high)
+    for lane, tokens in enumerate([[], *reversed(histories)]):
+        assert as_entries(tuple(candidates), lane) == pool_of(best_paths(tokens, num_paths, depth, low, high), num_paths, depth)
 
 
 @given(problems(), st.data())

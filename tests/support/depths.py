@@ -20,7 +20,7 @@ class RandomDepth:
         self.depth: int | None = None
         self.reported: list[tuple[int, int, list[int]]] = []
 
-    def choose(self, bucket: int, lanes: int) -> int:
+    def choose(self, bucket: int, lanes: int, drafts: int | None) -> int:
         depths = self.plan.depths_of(bucket)
         if self.depth not in depths or self.rng.random() > (0.5 if self.depth else 0.8):
             self.depth = self.rng.choice(depths)
@@ -38,7 +38,7 @@ class ScriptedDepth:
     def __init__(self, depths: Iterable[int]) -> None:
         self.depths = list(depths)
 
-    def choose(self, bucket: int, lanes: int) -> int:
+    def choose(self, bucket: int, lanes: int, drafts: int | None) -> int:
         return self.depths.pop(0) if len(self.depths) > 1 else self.depths[0]
 
     def observe(self, bucket: int, depth: int, accepted: Sequence[int]) -> None:

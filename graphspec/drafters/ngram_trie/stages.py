@@ -24,7 +24,8 @@ class HostTree(Stage):
     def forward(self, v: Views) -> None:
         _, live_B = self.rows(v)
         at, lanes, nodes = self.layout, v.lane_row_B.shape[0], self.shape.num_draft_tokens - 1
-        token_BM, parent_BM = v.mail[at.trees : at.trees + at.max_lanes * 2 * nodes].view(at.max_lanes, 2, nodes)[:lanes].unbind(1)
+        trees_B2M = v.mail[at.trees : at.trees + at.max_lanes * 2 * at.max_nodes].view(at.max_lanes, 2, at.max_nodes)[:lanes, :, :nodes]
+        token_BM, parent_BM = trees_B2M.unbind(1)
         used_BM = live_B[:, None] & (token_BM >= 0)
         # Equal scores keep the host's order; all candidates become nodes.
         v.candidate_score_BM.copy_(torch.where(used_BM, 0.0, float("-inf")))

@@ -14,6 +14,7 @@ SOURCES = (
     "experts.cpp",
     "filter.cpp",
     "linear.cpp",
+    "ngram.cpp",
     "product.cpp",
     "recurrent.cpp",
     "rows.cpp",

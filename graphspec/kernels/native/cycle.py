@@ -1,4 +1,4 @@
-"""Top-k, draft levels and trees in C++; compiled by ``torch.compile`` they would take most of a draft step's time.
+"""Top-k, draft levels, n-grams and trees in C++; compiled by ``torch.compile`` they would take most of a draft step's time.
 
 Contracts are next to the references, in the files of the same names one folder up.
 """
@@ -62,9 +62,19 @@ def _marginal_pool(increment_BSK: Tensor, next_BSK: Tensor, lane_row_B: Tensor, 
     call("marginal_pool", (*read, *candidates), *increment_BSK.shape)
 
 
+def _ngram_match(
+    history_RL: Tensor, lane_row_B: Tensor, status_R: Tensor, seq_len_R: Tensor, candidates: Written[Candidates], num_paths: int,
+    depth: int, min_match: int, max_match: int,
+) -> None:  # fmt: skip
+    require_slots(*candidates)
+    read = map(dense, (history_RL, lane_row_B, status_R, seq_len_R))
+    call("ngram_match", (*read, *candidates), lane_row_B.shape[0], history_RL.shape[1], num_paths, depth, min_match, max_match)
+
+
 draft_topk = implement("draft_topk", _top_rows, _top_shape)
 """The op of this name in C++, as below."""
 draft_level = define_op("draft_level", _draft_level)
 marginal_pool = define_op("marginal_pool", _marginal_pool)
+ngram_match = define_op("ngram_match", _ngram_match)
 tree_build = define_op("tree_build", _tree_build)
 """:func:`graphspec.kernels.tree.tree_build.tree_build_into` in C++."""

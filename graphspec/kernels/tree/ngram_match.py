@@ -27,7 +27,7 @@ def _suffix_match(history_BT: Tensor, last_B: Tensor, max_match: int) -> Tensor:
     return matched_BT
 
 
-@kernel_op()
+@kernel_op(native="native.cycle")
 def ngram_match(
     history_RL: Int64,
     lane_row_B: Int64,

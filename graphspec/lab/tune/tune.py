@@ -165,4 +165,4 @@ def conclude(base: LaunchConfig, tuning: Tuning, listed: dict[str, Any], batches
 
 def _adapts(base: LaunchConfig, listed: dict[str, Any]) -> bool:
     """Whether the drafter can change its depth."""
-    return listed["heads"] == 1 and resolve_variant(base.variant.name).drafter in ("network", "history")
+    return listed["heads"] == 1 and resolve_variant(base.variant.name).drafter in ("network", "history", "host")
