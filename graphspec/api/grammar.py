@@ -217,7 +217,9 @@ class Grammars:
     @property
     def held_bytes(self) -> int:
         """Bytes of the compiled grammars that requests hold, whether or not the cache of :data:`CACHE_BYTES` has them too."""
-        return sum(compiled.memory_size_bytes for compiled in self._held.values())
+        # Another thread may add one meanwhile; a list of references is made in one step.
+        held = (reference() for reference in self._held.valuerefs())
+        return sum(compiled.memory_size_bytes for compiled in held if compiled is not None)
 
     def vocabulary(self, tokenizer: Callable[[], Tokenizer]) -> Vocabulary:
         """What compilers know of the checkpoint.

@@ -135,6 +135,26 @@ def test_health_is_that_of_the_process(server: Served, monkeypatch: pytest.Monke
     assert server.post(PATH, body(schema(8))).status_code == 200 and health() == 200
 
 
+def test_grammars_may_come_while_they_are_counted(llm: LLM) -> None:
+    """Two clients at once: a server under load failed so."""
+    grammars = Grammars(llm.plan)
+    kept = []
+
+    class Arriving:
+        @property
+        def memory_size_bytes(self) -> int:
+            kept.append(Arriving())
+            grammars._held[Structured(regex="b" * len(kept))] = kept[-1]
+            return 3
+
+    kept.append(Arriving())
+    grammars._held[Structured(regex="a")] = kept[-1]
+    assert (grammars.held_bytes, grammars.held_bytes) == (3, 6)
+    del kept[1:]
+    gc.collect()
+    assert grammars.held_bytes == 3
+
+
 def test_grammars_that_are_held_are_bounded(server: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request's grammar counts until it is dropped."""
 
