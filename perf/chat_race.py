@@ -3,7 +3,7 @@
 Every side answers the prompts of ``perf/prompts/chat.jsonl`` (five of each of eight kinds; in the last kind the answer repeats much of the
 prompt) one at a time, greedy, with a fixed number of new tokens. Sides take turns prompt by prompt, so that a slow phase of the machine
 affects all of them. A rate is new tokens by wall time, the prompt included; a side's figure is the median over rounds, its ratio the median
-over rounds of the ratio to plain decoding.
+over rounds of the ratio to plain decoding. With ``--prompt-tokens`` a rate is prompt tokens by the time of an answer of one token.
 
 Ours must give the tokens of plain decoding; a side that does not has no figure. llama.cpp rounds activations to 8 bits and transformers
 sums in another order, so of theirs the share of prompts with the same tokens is reported.
@@ -39,6 +39,8 @@ from perf.speed import busy_programs
 PROMPTS = ROOT / "perf" / "prompts" / "chat.jsonl"
 GROUPS = {"chat": ("question", "explain", "story", "numbers", "advice", "list"), "code": ("code",), "edit": ("edit",)}
 """Columns of the table, and the kinds of prompts in each."""
+LONG = "prompts"
+"""The group of prompts that are only read."""
 PLAIN = "graphspec, plain"
 PAUSE = 0.02
 """Seconds between two sides: threads of the previous one may still be spinning."""
@@ -133,7 +135,7 @@ def measure(sides: Sequence[Side], prompts: Sequence[tuple[str, list[int]]], rou
                 seconds = time.perf_counter() - started
                 expected = tokens if expected is None else expected
                 side.equal.append(tokens == expected)
-                side.rounds[-1][group][0] += len(tokens)
+                side.rounds[-1][group][0] += len(prompt) if group == LONG else len(tokens)
                 side.rounds[-1][group][1] += seconds
                 if side.length is not None:
                     side.lengths.append(side.length())
@@ -160,6 +162,15 @@ def records(sides: Sequence[Side], groups: Sequence[str]) -> list[dict[str, Any]
     return out
 
 
+def long_prompts(parts: Sequence[list[int]], length: int) -> list[tuple[str, list[int]]]:
+    """A prompt of ``length`` tokens for each part, which it begins with; the others follow."""
+    made = []
+    for place in range(len(parts)):
+        tokens = [token for part in (*parts[place:], *parts[:place]) for token in part]
+        made.append((LONG, (tokens * -(-length // len(tokens)))[:length]))
+    return made
+
+
 def table(found: Sequence[dict[str, Any]], groups: Sequence[str]) -> str:
     """The records as a Markdown table."""
     lines = [f"| side | {' | '.join(f'{group}, tokens/s' for group in groups)} | same tokens |", f"|---|{'---:|' * (len(groups) + 1)}"]
@@ -175,7 +186,7 @@ def llama_sides(args: argparse.Namespace, source: Path, open_servers: ExitStack)
     sides: list[Side] = []
     missing: dict[str, str] = {}
     heads = [eagle3(args.llama_draft)] if args.llama_draft else []
-    for mode in (*MODES, *heads):
+    for mode in MODES[:1] if args.plain else (*MODES, *heads):
         try:
             if source.suffix != ".gguf":
                 raise PeerError(f"it needs a GGUF file, found {source.name}")
@@ -199,6 +210,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help='JSONL of {"kind": ..., "prompt": ...}')
     parser.add_argument("--raw", action="store_true", help="prompts as they are, without the chat template")
     parser.add_argument("--every", type=int, default=1, help="only every so many prompts")
+    parser.add_argument("--prompt-tokens", type=int, help="prompts of this length, made of all of them, and one new token: reading speed")
+    parser.add_argument("--plain", action="store_true", help="without drafters")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--context", type=int, default=1024, help="tokens of prompt and answer")
@@ -220,12 +233,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     ask = partial(probe.generate, texts) if args.raw else partial(probe.chat, [[{"role": "user", "content": text}] for text in texts])
     prompts = [(group, out.prompt_token_ids) for group, out in zip(asked, ask({"max_tokens": 1}), strict=True)]
     probe.close()
+    if args.prompt_tokens:
+        prompts = long_prompts([prompt for _, prompt in prompts], args.prompt_tokens)
+        asked, args.max_tokens, args.plain = [LONG], 1, True
     groups = list(dict.fromkeys(asked))
     sides = [our_side(PLAIN, args, variant="none")]
     drafters: dict[str, str | None] = {"ngram": None}
     if args.draft is not None or "eagle3" in shipped_drafts(args.model, source):
         drafters["eagle3"] = args.draft
-    for variant, draft in drafters.items():
+    for variant, draft in () if args.plain else drafters.items():
         for shape, depths in SHAPES[variant]:
             sizes = dict(zip(("num_steps", "topk", "num_draft_tokens"), shape, strict=True))
             kind = f"{'chain' if shape[1] == 1 else 'tree'} {shape}{f', or {depths} steps' if depths else ''}"
@@ -246,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     threads = args.threads or torch.get_num_threads()
     print(table(found, groups))
     print(
-        f"\n{args.model}, batch 1, greedy, {threads} CPU threads, {len(prompts)} prompts, {args.max_tokens} new tokens, "
+        f"\n{Path(args.model).name}, batch 1, greedy, {threads} CPU threads, {len(prompts)} prompts, {args.max_tokens} new tokens, "
         f"median of {args.rounds} rounds: `make race`."
     )
     for side, reason in missing.items():

@@ -62,7 +62,7 @@ def test_the_server_is_asked_with_token_ids_and_ends_with_its_side(program, tmp_
 
 def test_a_server_that_does_not_start_is_missing_with_its_own_words(program, tmp_path, monkeypatch):
     monkeypatch.setattr(chat_race, "MODES", (Mode("plain"), Mode("other", ("--broken",))))
-    args = Namespace(llama=program, llama_draft="head.gguf", threads=1, context=64, max_tokens=2)
+    args = Namespace(llama=program, llama_draft="head.gguf", threads=1, context=64, max_tokens=2, plain=False)
     with ExitStack() as stack:
         sides, missing = chat_race.llama_sides(args, tmp_path / "model.gguf", stack)
         assert [side.name for side in sides] == ["plain", "llama.cpp, eagle3 (4)"] and sides[0].answer([4]) == [1, 4]
@@ -88,6 +88,18 @@ def test_rates_are_by_group_and_ours_with_other_tokens_have_none(monkeypatch):
     assert "| wrong | wrong output | wrong output | 0 % |" in text and "| other | 4 (1.50x) | 3 (1.00x) | 67 % |" in text
 
 
+def test_prompts_that_are_only_read_are_counted_by_their_tokens(tmp_path, capsys):
+    assert chat_race.long_prompts([[1, 2], [3]], 5) == [("prompts", [1, 2, 3, 1, 2]), ("prompts", [3, 1, 2, 3, 1])]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"kind": "code", "prompt": f"def {name}("}) + "\n" for name in "ab"))
+    words = ["--model", "demo", "--no-hf", "--rounds", "1", "--prompt-tokens", "40", "--raw", "--context", "64", "--out", str(tmp_path)]
+    assert chat_race.main([*words, "--prompts", str(prompts)]) == 0
+    assert "ngram" not in capsys.readouterr().out, "no drafter reads a prompt faster"
+    [file] = tmp_path.glob("*-chat-race.jsonl")
+    [plain] = [record for record in map(json.loads, file.read_text().splitlines()) if "tokens_per_second" in record]
+    assert set(plain["tokens_per_second"]) == {"prompts"} and plain["tokens_per_second"]["prompts"] > 40, "tokens of the prompt"
+
+
 def test_engines_take_part_with_the_tokens_of_plain_decoding(tmp_path, capsys):
     """The whole command on the demo model, with drafts, without others."""
     prompts = tmp_path / "prompts.jsonl"
@@ -95,7 +107,7 @@ def test_engines_take_part_with_the_tokens_of_plain_decoding(tmp_path, capsys):
     words = ["--model", "demo", "--llama", str(tmp_path / "none"), "--no-hf", "--rounds", "1", "--max-tokens", "8"]
     assert chat_race.main([*words, "--prompts", str(prompts), "--raw", "--context", "128", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "graphspec, ngram chain (3, 1, 4)" in shown and "graphspec, eagle3 tree (4, 4, 8)" in shown
+    assert "graphspec, ngram chain (2, 1, 3), or [0] steps" in shown and "graphspec, eagle3 tree (4, 4, 8)" in shown
     assert "Missing: llama.cpp: it needs a GGUF file" in shown
     [file] = tmp_path.glob("*-chat-race.jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
