@@ -25,6 +25,8 @@ SPINE = {"graphspec/plan/plan.py", "graphspec/graphs/cycle.py", "graphspec/engin
 MAX_SPINE_LINES = 700
 MAX_ROOMS = 20
 MAX_ARROWS = 130
+MAX_ENTERED = {"compiled": 49, "eager": 66}
+"""Files that one warm ``generate()`` of the demo's chain may enter, by runtime."""
 NAMES = set(VARIANTS)
 REQUIRED = {
     "CHANGELOG.md",
@@ -151,6 +153,13 @@ def test_few_rooms_and_few_arrows_between_them():
     assert len(rooms()) <= MAX_ROOMS
     assert len(arrows()) <= MAX_ARROWS
     assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py", "errors.py", "shapes.py"}
+
+
+@pytest.mark.parametrize("runtime", MAX_ENTERED)
+def test_a_warm_call_enters_few_files(runtime: str):
+    done = python(f"from tests.house import entered; print(len(entered({runtime!r})))")
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.splitlines()[-1]) <= MAX_ENTERED[runtime]
 
 
 def test_top_level_holds_what_it_should():
