@@ -62,7 +62,7 @@ def draft_folder(config: Config, variant: Variant, target: Path) -> Path:
     if variant.draft_in_target:
         return target
     own = shipped_drafts(config.model.path, target)
-    hint = f"{config.model.path} comes with drafts for variant={', '.join(own)}" if own else ""
+    hint = f"{config.model.path} comes with drafts for variant={', '.join(own)}" if own else "variant=ngram needs none"
     raise ConfigError("variant.draft", f"the folder of a draft checkpoint for {config.model.path}", "no value", hint)
 
 
