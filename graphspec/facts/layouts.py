@@ -22,6 +22,8 @@ class TensorRule:
     """Matrices are stored with their input channels first; codes of low precision are not."""
     interleaved: bool = False
     """Rows of two projections take turns: gate, up, gate, up, ..."""
+    flat: bool = False
+    """A vector that may be stored as a matrix of one row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +204,31 @@ MIXTRAL_LAYOUT = _target(
 )
 """Mixtral and MiniMax-M2."""
 
+QWEN_MOE_LAYOUT = _target(*qwen_expert_rules("layers.*.", "model.layers.*."))
+"""Qwen2-MoE, with a gated shared expert."""
+
+ERNIE_MOE_LAYOUT = _target(TensorRule("layers.*.mlp.correction_E", ("model.layers.*.mlp.moe_statics.e_score_correction_bias",), flat=True))
+"""Ernie 4.5 with experts."""
+
+_GATE_UP = TensorRule("layers.*.mlp.gate_up_proj.weight", ("model.layers.*.mlp.gate_up_proj.weight",))
+
+GLM_LAYOUT = _target(_GATE_UP)
+"""GLM: gate and up in one tensor, queries, keys and values apart."""
+
+GLM4_LAYOUT = _target(
+    _GATE_UP,
+    *_tensors(
+        "layers.*.",
+        "model.layers.*.",
+        {
+            "post_attention_layernorm.weight": "post_self_attn_layernorm.weight",
+            "pre_feedforward_layernorm.weight": "post_attention_layernorm.weight",
+            "post_feedforward_layernorm.weight": "post_mlp_layernorm.weight",
+        },
+    ),
+)
+"""GLM-4, which has norms after attention and MLP as well, under names of its own."""
+
 _SHARED = {"gate_up_proj": "input_linear", "down_proj": "output_linear"}
 
 GRANITE_LAYOUT = _target(
@@ -244,5 +271,7 @@ NEMOTRON_LAYOUT = Layout(
 """Nemotron-H: one mixer in each layer."""
 
 
-PREDICTION_HEADS = ("mtp.", "model.mtp_layers.")
+PREDICTION_HEADS = (
+    "mtp.", "model.mtp_layers.", "model.mtp_block.", "model.mtp_emb_norm.", "model.mtp_hidden_norm.", "model.mtp_linear_proj.",
+)  # fmt: skip
 """Prefixes of prediction heads in the file of a target, which plain decoding leaves unread; NextN heads are layers past the last one."""

@@ -1,4 +1,4 @@
-"""Mixtures of experts: DeepSeek-V2 (arXiv 2405.04434, section 2.2), DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), Qwen3-MoE, gpt-oss."""
+"""Mixtures of experts: DeepSeek-V2 (arXiv 2405.04434, section 2.2), DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), Qwen-MoE, gpt-oss."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MixtureOfExperts(KernelModule, ShardedModule):
         hidden, width = facts.hidden_size, experts.intermediate_size
         self.router = Linear(hidden, experts.num_experts, bias=experts.biases)
         self.router.float32_names = ("weight",) if experts.float32_router else ()
-        self.correction_E = make_parameter(experts.num_experts) if experts.sigmoid else None
+        self.correction_E = make_parameter(experts.num_experts) if experts.corrected else None
         entering = width if facts.family.activation == "relu2" else 2 * width
         self.gate_up_EFH: nn.Parameter | PackedWeight | None = make_parameter(experts.num_experts, entering, hidden)
         self.down_EHF: nn.Parameter | PackedWeight | None = make_parameter(experts.num_experts, hidden, width)

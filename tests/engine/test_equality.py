@@ -218,6 +218,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {"head_dim": 32}),
     "gemma2": ("gemma2", {"sliding_window": 6, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}),
     "gemma3": ("gemma3", {"sliding_window": 6, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24, "final_logit_softcapping": 4.0}),
+    "glm": ("glm", {"num_key_value_heads": 1}),
+    "glm4": ("glm4", {"num_key_value_heads": 1}),
+    "ernie4.5": ("ernie4_5", {"num_key_value_heads": 1}),
+    "ernie4.5-biases": ("ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
     "phi3": ("phi3", {"num_key_value_heads": 1}),
     "phi3-partly-rotated-window": (
         "phi3",

@@ -106,6 +106,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "glm": ("glm", {"num_key_value_heads": 1}),
+    "glm4": ("glm4", {"num_key_value_heads": 1}),
+    "glm4-tied-no-bias-another-part": (
+        "glm4",
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "head_dim": 12,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.85},
+        },
+    ),
+    "ernie4.5": ("ernie4_5", {"num_key_value_heads": 1}),
+    "ernie4.5-biases-apart-yarn": (
+        "ernie4_5",
+        {"use_bias": True, "tie_word_embeddings": False, "head_dim": 20, "rope_parameters": {**YARN, "rope_theta": 10000.0}},
+    ),
     "phi3": ("phi3", {"num_key_value_heads": 1}),
     "phi3-partly-rotated-window": (
         "phi3",

@@ -1,4 +1,4 @@
-"""Qwen3-MoE as target and as draft: against transformers on the same checkpoint, and checkpoints that are refused."""
+"""Mixtures of experts over keys and values as target and as draft: against transformers on one checkpoint, and what is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LENGTH = 24
-OTHERS = ("dots1", "glm4_moe", "glm4_moe, plain", "gpt_oss", "mixtral", "minimax_m2")
+OTHERS = (
+    "dots1", "glm4_moe", "glm4_moe, plain", "gpt_oss", "mixtral", "minimax_m2", "qwen2_moe", "qwen2_moe, windows, one dense layer", "olmoe",
+    "ernie4_5_moe",
+)  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "weights-as-they-come": {"norm_topk_prob": False},
@@ -201,12 +204,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Pat
 CHAIN, TREE = {"num_steps": 3, "topk": 1, "num_draft_tokens": 4}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}
 
 
-def test_a_windowed_mixture_drafts_and_verifies(tmp_path: Path) -> None:
-    """Dots 1: experts as DeepSeek's over keys and values, the last layers with a window."""
-    target, model = write_mixture(tmp_path, "dots1", easy=True, max_position_embeddings=96)
+@pytest.mark.parametrize("family", ["dots1", "qwen2_moe, windows, one dense layer", "olmoe", "ernie4_5_moe"])
+def test_other_mixtures_draft_and_verify(family: str, tmp_path: Path) -> None:
+    target, model = write_mixture(tmp_path, family, easy=True, max_position_embeddings=96)
     prompt_ids = prompts(3, vocab=VOCAB_SIZE)
     expected = [greedy(model, prompt, 16) for prompt in prompt_ids]
-    for variant in ({"variant": "none"}, {"variant": "ngram"}, {"variant": "standalone", "draft": target, **TREE}):
+    whole = {"variant": "standalone", "draft": target}
+    for variant in ({"variant": "none"}, {"variant": "ngram"}, {**whole, **CHAIN}, {**whole, **TREE}):
         assert ids(LLM(target, runtime="eager", max_rows=2, **variant).generate(prompt_ids, SamplingParams(max_tokens=16))) == expected
 
 

@@ -26,7 +26,11 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 def gguf_name(name: str, arch: str, layers: int) -> str:
     """A tensor's name in a file, by the package's own table."""
     key = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[arch]
-    name = name.replace(".e_score_correction_bias", ".e_score_correction.bias").replace(".sinks", ".sinks.weight")
+    name = (
+        name.replace("mlp.gate.moe_statics", "mlp.moe_statics")
+        .replace(".e_score_correction_bias", ".e_score_correction.bias")
+        .replace(".sinks", ".sinks.weight")
+    )
     found = gguf.get_tensor_name_map(key, layers).get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return found

@@ -56,6 +56,17 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "seed_oss": ("seed_oss", {"attention_bias": True, "attention_out_bias": False}, {}),
     "qwen3vl": ("qwen3", {}, {}),
     "qwen3moe": ("qwen3_moe", {}, EXPERTS | {"expert_count": 6}),
+    "qwen2moe": ("qwen2_moe", {}, {**EXPERTS, "expert_count": 6, "expert_shared_feed_forward_length": 20}),
+    "olmoe": ("olmoe", {}, {"expert_count": 6, "expert_used_count": 3}),
+    "ernie4_5": ("ernie4_5", {}, {}),
+    "ernie4_5-moe": (
+        "ernie4_5_moe", {},
+        {
+            **EXPERTS, "expert_count": 6, "expert_shared_count": 2, "expert_shared_feed_forward_length": 24,
+            "leading_dense_block_count": 1, "interleave_moe_layer_step": 1,
+        },
+    ),
+    "glm4": ("glm4", {}, {"rope.dimension_count": 8}),
     "dots1": ("dots1", {"sliding_window": None, "routed_scaling_factor": 1.5}, {**ROUTING, "expert_weights_scale": 1.5}),
     "gpt-oss": (
         "gpt_oss", {"sliding_window": 5, "swiglu_limit": 7.0},
@@ -69,8 +80,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**ROUTING, "expert_weights_scale": 2.5, "expert_weights_norm": True, "rope.dimension_count": 4},
     ),
 }  # fmt: skip
-MIXTURES = ("qwen3_moe", "dots1", "glm4_moe", "gpt_oss")
-READ_BY_TRANSFORMERS = ("gemma2", "gemma3", "qwen3moe")
+MIXTURES = ("qwen3_moe", "qwen2_moe", "olmoe", "ernie4_5_moe", "dots1", "glm4_moe", "gpt_oss")
+READ_BY_TRANSFORMERS = ("gemma2", "gemma3", "qwen3moe", "qwen2moe")
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ def numbered(layout: Layout, index: int) -> Layout:
 
     return replace(
         layout,
-        rules=tuple(TensorRule(rule.ours, number(rule.sources)) for rule in layout.rules),
+        rules=tuple(replace(rule, sources=number(rule.sources)) for rule in layout.rules),
         ignored=number(layout.ignored),
     )
 
