@@ -251,18 +251,30 @@ BAMBA_LAYOUT = _target(
 """Bamba, and Falcon-H1, whose layers have Mamba-2 next to attention."""
 
 _UP_DOWN = {"up_proj": "up_proj", "down_proj": "down_proj"}
-_MIXERS = {"qkv_proj": "q_proj k_proj v_proj", "o_proj": "o_proj", "router": "gate", **_UP_DOWN}
+_MIXERS = {
+    "qkv_proj": "q_proj k_proj v_proj", "o_proj": "o_proj", "router": "gate", "latent_in": "fc1_latent_proj",
+    "latent_out": "fc2_latent_proj", **_UP_DOWN,
+}  # fmt: skip
+
+
+def mixer_rules(ours: str, theirs: str) -> tuple[TensorRule, ...]:
+    """A layer of one net after one norm; arguments of :func:`decoder_rules`."""
+    names = {
+        "correction_E": "gate.e_score_correction_bias", "gate_up_EFH": "experts.#.up_proj.weight", "down_EHF": "experts.#.down_proj.weight",
+    }  # fmt: skip
+    return (
+        TensorRule(f"{ours}norm.weight", (f"{theirs}norm.weight",)),
+        *_ssm_rules(f"{ours}mixer.", f"{theirs}mixer."),
+        *_matrices(f"{ours}mixer.", f"{theirs}mixer.", _MIXERS),
+        *_matrices(f"{ours}mixer.shared_experts.", f"{theirs}mixer.shared_experts.", _UP_DOWN),
+        *_tensors(f"{ours}mixer.", f"{theirs}mixer.", names),
+    )
+
 
 NEMOTRON_LAYOUT = Layout(
     rules=(
         TensorRule("embed_tokens.weight", ("model.embeddings.weight",)),
-        TensorRule("layers.*.norm.weight", ("model.layers.*.norm.weight",)),
-        *_ssm_rules("layers.*.mixer.", "model.layers.*.mixer."),
-        *_matrices("layers.*.mixer.", "model.layers.*.mixer.", _MIXERS),
-        *_matrices("layers.*.mixer.shared_experts.", "model.layers.*.mixer.shared_experts.", _UP_DOWN),
-        TensorRule("layers.*.mixer.correction_E", ("model.layers.*.mixer.gate.e_score_correction_bias",)),
-        TensorRule("layers.*.mixer.gate_up_EFH", ("model.layers.*.mixer.experts.#.up_proj.weight",)),
-        TensorRule("layers.*.mixer.down_EHF", ("model.layers.*.mixer.experts.#.down_proj.weight",)),
+        *mixer_rules("layers.*.", "model.layers.*."),
         TensorRule("norm.weight", ("model.norm_f.weight",)),
         TensorRule("lm_head.weight", ("lm_head.weight",)),
     ),

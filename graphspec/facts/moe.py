@@ -18,6 +18,8 @@ class ExpertFacts:
     """Experts of a token."""
     intermediate_size: int
     """F: width of one expert."""
+    latent_size: int = 0
+    """L: width of the compressed stream that chosen experts read and write; 0: they do the residual stream itself."""
     shared_size: int = 0
     """Width of the experts that every token goes to, side by side; 0: there are none."""
     shared_gate: bool = False

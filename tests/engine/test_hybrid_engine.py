@@ -15,7 +15,7 @@ from graphspec.graphs.cycle import Cycle
 from graphspec.shapes import GraphKey
 from tests.support.checkpoints import VOCAB_SIZE, build_hf, edit_json, write_hf
 from tests.support.engines import CHAIN, SMALL, TREE, Pair, idle_rows, ids, prompts, random_pair, watch_schedulers
-from tests.support.hybrid_checkpoints import build_hybrid, expert_head
+from tests.support.hybrid_checkpoints import build_hybrid, expert_head, mixer_head
 from tests.support.mtp_checkpoints import add_heads, head_tensors
 from tests.support.tiny import same_bits
 
@@ -131,6 +131,22 @@ def test_prediction_head_of_the_same_checkpoint(tmp_path: Path) -> None:
 def test_prediction_head_with_experts(family: str, tmp_path: Path) -> None:
     model = build_hybrid(family)
     path = add_heads(write_hf(model, tmp_path), expert_head(family, stacked=family == "qwen3_5_moe")[0], mtp_num_hidden_layers=1)
+    pair = Pair(path, path, model)
+    seeded = [SamplingParams(max_tokens=LENGTH, temperature=0.8, seed=seed) for seed in range(len(PROMPTS))]
+    sampled = ids(pair.llm(variant="none", page_size=4).generate(PROMPTS, seeded))
+    for shape in (CHAIN, TREE):
+        llm = LLM(path, variant="mtp", **SMALL, **shape, page_size=4)
+        assert ids(llm.generate(PROMPTS, SamplingParams(max_tokens=LENGTH))) == expected(pair)
+        assert ids(llm.generate(PROMPTS, seeded)) == sampled
+
+
+@pytest.mark.parametrize("family", ["nemotron_h_moe", "nemotron_h_latent"])
+def test_prediction_head_of_one_net_per_layer(family: str, tmp_path: Path) -> None:
+    """Its experts come before its attention, or after it."""
+    model = build_hybrid(family)
+    kinds = ("moe", "full_attention") if family == "nemotron_h_moe" else ("full_attention", "moe")
+    config = {"num_nextn_predict_layers": 1, "mtp_layers_block_type": list(kinds)}
+    path = add_heads(write_hf(model, tmp_path), mixer_head(family, kinds)[0], **config)
     pair = Pair(path, path, model)
     seeded = [SamplingParams(max_tokens=LENGTH, temperature=0.8, seed=seed) for seed in range(len(PROMPTS))]
     sampled = ids(pair.llm(variant="none", page_size=4).generate(PROMPTS, seeded))

@@ -44,6 +44,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("nemotron_h", {}),
     "nemotron_h-biases": ("nemotron_h", {"mlp_bias": True, "use_bias": True, "use_conv_bias": False}),
     "nemotron_h-experts": ("nemotron_h_moe", {}),
+    "nemotron_h-experts-over-a-compressed-stream": ("nemotron_h_latent", {}),
     "granite": ("granite", {"tie_word_embeddings": True}),
     "granite-rope-one-group": ("granite", {"position_embedding_type": "rope", "mamba_n_groups": 1, "attention_bias": True}),
     "granite-experts": ("granite_moe", {"mamba_d_conv": 3, "mamba_conv_bias": False, "mamba_proj_bias": True}),
@@ -208,7 +209,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 MAMBA_REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "clamped steps": ("granite", {"time_step_limit": [0.01, 1.0]}, r"time_step_limit: expected \[0.0, Infinity\]"),
-    "compressed experts": ("nemotron_h_moe", {"moe_latent_size": 16}, "moe_latent_size: expected null"),
+    "no compressed stream": ("nemotron_h_moe", {"moe_latent_size": 0}, "moe_latent_size: expected an integer >= 1"),
     "another activation": ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act: expected 'relu2'"),
     "unknown letter": ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M*X"}, "hybrid_override_pattern: expected"),
     "no attention by letters": (

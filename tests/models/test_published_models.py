@@ -106,7 +106,6 @@ def test_it_runs_or_one_message_says_why_not(row: tuple[dict[str, Any], Path]) -
         ("Kimi-Linear-48B-A3B", "architectures", "gates of its recurrent layers are vectors"),
         ("Llama-4-Scout", "architectures", "within chunks"),
         ("Gemma-4-31B", "architectures", "two widths"),
-        ("Nemotron-3-Super-120B-A12B", "moe_latent_size", ""),
         ("Command R7B", "architectures", "model.family=transformers"),
     ],
 )

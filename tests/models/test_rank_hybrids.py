@@ -40,6 +40,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "one-net-per-layer": ("nemotron_h", {}),
     "one-net-per-layer-biases": ("nemotron_h", {"mlp_bias": True, "use_bias": True, "use_conv_bias": False, "n_groups": 4, **UNCLAMPED}),
     "experts-without-a-gate": ("nemotron_h_moe", {}),
+    "experts-over-a-compressed-stream": ("nemotron_h_latent", {}),
     "one-group": ("granite", {"mamba_n_groups": 1, "mamba_proj_bias": True, "tie_word_embeddings": True}),
     "groups-across-ranks": ("granite_moe", UNEVEN),
     "bamba": ("bamba", {"mlp_bias": True, "attention_bias": True, "mamba_proj_bias": True}),
