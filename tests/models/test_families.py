@@ -18,8 +18,10 @@ from graphspec.facts import families, read_model_facts
 from graphspec.facts.families import FAMILIES, all_families, find_family, target_architectures
 from graphspec.models.target import load_target
 from tests.drafters.test_entry_points import install
-from tests.support.checkpoints import VOCAB_SIZE, build_hf, edit_json, edit_tensors, write_hf
+from tests.support import checkpoints
+from tests.support.checkpoints import VOCAB_SIZE, architecture_of, build_hf, edit_json, edit_tensors, write_hf
 from tests.support.engines import CHAIN, Pair, ids, prompts, random_pair
+from tests.support.features import marked, of_family
 from tests.support.moe_checkpoints import build_mixture
 
 if TYPE_CHECKING:
@@ -210,22 +212,22 @@ def test_fused_tensors_are_checked_as_a_whole(tmp_path: Path) -> None:
     assert "missing: " + name in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("family", "path"),
-    [
-        ("olmo2", "op by op: query and key norms over all heads together, or scaled in float32"),
-        ("phi3", "one native op per pass"),
-        ("exaone4", "one native op per pass"),
-        ("gemma3", "one native op per pass"),
-        ("glm4", "one native op per pass"),
-        ("ernie4_5", "one native op per pass"),
-    ],
-)
-def test_a_compiled_engine_reports_the_path_of_the_family(family: str, path: str, tmp_path: Path) -> None:
+OP_BY_OP = {
+    **dict.fromkeys(("olmo2", "olmo3"), "op by op: query and key norms over all heads together, or scaled in float32"),
+    "granite": "op by op: a multiplier of what blocks add",
+}
+NATIVE = [name for name in checkpoints.FAMILIES if name not in OP_BY_OP]
+
+
+@pytest.mark.parametrize("family", [*OP_BY_OP, *marked(NATIVE, architecture_of, "native")])
+def test_a_compiled_engine_reports_the_path_of_the_family(family: str, tmp_path: Path) -> None:
     """What it gives is compared in ``test_equality_full``: compiling takes minutes."""
-    assert pair_of(family, tmp_path).llm(runtime="compiled", **CHAIN).decoders == {"target": path, "draft": "one native op per pass"}
+    path = OP_BY_OP.get(family, "one native op per pass")
+    pair = pair_of(family, tmp_path, **({"head_dim": None} if family == "qwen2" else {}))
+    assert pair.llm(runtime="compiled", **CHAIN).decoders == {"target": path, "draft": "one native op per pass"}
 
 
+@of_family("Olmo2ForCausalLM", "standalone", "ngram", "tree")
 def test_other_drafters_draft_for_these_families(tmp_path: Path) -> None:
     """A whole model of the same family, and the n-gram matcher: neither reads a feature, both write their own KV or none."""
     pair = pair_of("olmo2", tmp_path)

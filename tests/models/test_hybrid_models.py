@@ -24,7 +24,8 @@ from graphspec.models.target import load_target
 from graphspec.plan.buffers import declare_slots, plan_sizes
 from graphspec.plan.plan import make_plan
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, edit_json, write_hf
-from tests.support.hybrid_checkpoints import build_hybrid
+from tests.support.features import marked
+from tests.support.hybrid_checkpoints import build_hybrid, hybrid_of
 from tests.support.tiny import model_facts
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=256 * torch.finfo(torch.float32).eps * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, lambda name: hybrid_of(CASES[name][0]), "logits"))
 @torch.inference_mode()
 def test_logits_and_taps_equal_transformers(name: str, tmp_path: Path) -> None:
     family, overrides = CASES[name]

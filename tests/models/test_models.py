@@ -14,7 +14,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 from graphspec.facts import read_model_facts
 from graphspec.models.layers import Embedding, RMSNorm
 from graphspec.models.target import load_target
-from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, build_hf, write_hf
+from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, architecture_of, build_hf, write_hf
+from tests.support.features import marked
 
 TAPS = (0, 1, 3, 5)
 LENGTH = 40
@@ -146,7 +147,7 @@ def in_float64(model: Any) -> Any:
     return wide
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, lambda name: architecture_of(CASES[name][0]), "logits"))
 @torch.inference_mode()
 def test_logits_and_taps_equal_transformers(name: str, tmp_path: Any) -> None:
     family, overrides = CASES[name]

@@ -22,7 +22,8 @@ from graphspec.models.target import load_target
 from graphspec.plan.buffers import declare_slots
 from graphspec.plan.plan import make_plan
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, write_hf
-from tests.support.hybrid_checkpoints import build_hybrid
+from tests.support.features import marked
+from tests.support.hybrid_checkpoints import build_hybrid, hybrid_of
 from tests.support.rank_threads import ThreadComm, count_numbers_read, together
 
 LENGTH = 70
@@ -84,7 +85,7 @@ def prompts(facts: ModelFacts) -> DenseAttention:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, lambda name: hybrid_of(CASES[name][0]), "ranks"))
 def test_ranks_together_have_the_logits_of_transformers(name: str, size: int, tmp_path: Path) -> None:
     model = build(name, tmp_path)
     facts, comm = read_model_facts(tmp_path), ThreadComm(size)

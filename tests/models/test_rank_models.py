@@ -18,8 +18,9 @@ from graphspec.models.decoder import Decoder
 from graphspec.models.layers import join_ranks
 from graphspec.models.target import load_target
 from graphspec.models.vocabulary import VocabParallelLinear
-from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, build_hf, write_hf
-from tests.support.moe_checkpoints import build_mixture
+from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, architecture_of, build_hf, write_hf
+from tests.support.features import marked
+from tests.support.moe_checkpoints import build_mixture, mixture_of
 from tests.support.rank_threads import ThreadComm, count_numbers_read, together
 
 from .test_models import in_float64
@@ -58,8 +59,13 @@ def build(name: str, path: Path) -> Any:
     return model
 
 
+def architecture(name: str) -> str:
+    """The class of transformers of a case."""
+    return (mixture_of if name in MIXTURES else architecture_of)(CASES[name][0])
+
+
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, architecture, "ranks"))
 def test_ranks_together_have_the_logits_of_transformers(name: str, size: int, tmp_path: Path) -> None:
     model = build(name, tmp_path)
     facts, comm = read_model_facts(tmp_path), ThreadComm(size)

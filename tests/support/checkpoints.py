@@ -29,6 +29,11 @@ CONFIGS = {"gemma3": "Gemma3Text"}
 """Names of configurations that don't follow from those of the models."""
 
 
+def architecture_of(family: str) -> str:
+    """The class of transformers that :func:`build_hf` builds."""
+    return f"{FAMILIES[family]}ForCausalLM"
+
+
 def build_hf(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     """A random transformers model of ``family``: 6 layers, 3 query heads of width 16 over 3 KV heads by default."""
     values: dict[str, Any] = {
@@ -49,9 +54,8 @@ def build_hf(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     }
     if values["head_dim"] is None:  # a key Qwen2's configuration doesn't have
         del values["head_dim"]
-    name = FAMILIES[family]
-    config = getattr(transformers, f"{CONFIGS.get(family, name)}Config")(**values)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    config = getattr(transformers, f"{CONFIGS.get(family, FAMILIES[family])}Config")(**values)
+    model = getattr(transformers, architecture_of(family))(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, parameter in model.named_parameters():

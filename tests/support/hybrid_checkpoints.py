@@ -81,6 +81,11 @@ _OFFSET = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
 """Weights of norms are stored minus 1."""
 
 
+def hybrid_of(family: str) -> str:
+    """The class of transformers that :func:`build_hybrid` builds."""
+    return FAMILIES[family][1]
+
+
 def build_hybrid(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     """A random transformers model: recurrent nets of 2 key and 4 value heads, and attention of 3 heads over one."""
     config_name, model_name, own = FAMILIES[family]

@@ -107,6 +107,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def mixture_of(family: str) -> str:
+    """The class of transformers that :func:`build_mixture` builds."""
+    return f"{FAMILIES[family][0]}ForCausalLM"
+
+
 def build_mixture(family: str, *, seed: int = 0, easy: bool = False, **overrides: Any) -> Any:
     """A random transformers model: 4 heads, three layers, experts in all or all but the first.
 
@@ -131,7 +136,7 @@ def build_mixture(family: str, *, seed: int = 0, easy: bool = False, **overrides
     }
     if values.get("head_dim", 0) is None:  # a key the configuration of Qwen3-MoE need not have
         del values["head_dim"]
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**values)).eval()
+    model = getattr(transformers, mixture_of(family))(getattr(transformers, f"{name}Config")(**values)).eval()
     generator = torch.Generator().manual_seed(seed)
     small, large = ("o_proj.weight", "down_proj.weight", "experts.down_proj"), ("embed_tokens.weight", "lm_head.weight")
     with torch.no_grad():
