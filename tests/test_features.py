@@ -38,7 +38,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(table: FeatureTable, folder: Path) -> None:
-    module = folder / "test_marked.py"
+    module = folder / f"{folder.name}.py"  # modules of one name would be taken for each other
     module.write_text(MODULE, encoding="utf-8")
     # Of this repository's conftest nothing is wanted: it would register a table of its own.
     pytest.main(["-q", "-p", "no:cacheprovider", "--noconftest", "-c", "/dev/null", "--rootdir", str(folder), str(module)], plugins=[table])

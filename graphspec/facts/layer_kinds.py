@@ -282,6 +282,8 @@ def qwen2_moe_keys(keys: Keys) -> Keys:
         CheckpointError: flags that are none, or no number of layers.
     """
     values = {**keys.values, "attention_bias": keys.flag("qkv_bias", True), "attention_out_bias": False}
+    if values.get("sliding_window") == 0:  # as transformers writes it where there is none
+        values["sliding_window"] = None
     if keys.flag("use_sliding_window", False) and not keys.present("layer_types"):
         count, end = keys.integer("num_hidden_layers", maximum=MAX_LAYERS), keys.integer("max_window_layers", 28, minimum=0)
         values["layer_types"] = ["full_attention" if layer % 2 or layer >= end else "sliding_attention" for layer in range(count)]

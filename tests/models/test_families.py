@@ -223,7 +223,8 @@ NATIVE = [name for name in checkpoints.FAMILIES if name not in OP_BY_OP]
 def test_a_compiled_engine_reports_the_path_of_the_family(family: str, tmp_path: Path) -> None:
     """What it gives is compared in ``test_equality_full``: compiling takes minutes."""
     path = OP_BY_OP.get(family, "one native op per pass")
-    pair = pair_of(family, tmp_path, **({"head_dim": None} if family == "qwen2" else {}))
+    keys = {"qwen2": {"head_dim": None}, "granite": {"residual_multiplier": 0.5}}.get(family, {})
+    pair = pair_of(family, tmp_path, **keys)
     assert pair.llm(runtime="compiled", **CHAIN).decoders == {"target": path, "draft": "one native op per pass"}
 
 

@@ -47,8 +47,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("bamba", {"mlp_bias": True, "attention_bias": True, "mamba_proj_bias": True}),
 }
 NORMS = {
-    ("one-net-per-layer", 4): 2, ("experts-without-a-gate", 4): 2, ("one-group", 2): 3, ("one-group", 4): 3,
-    ("groups-across-ranks", 2): 3, ("groups-across-ranks", 4): 3, ("bamba", 4): 2,
+    ("one-net-per-layer", 4): 2, ("experts-without-a-gate", 4): 2, ("experts-over-a-compressed-stream", 4): 2, ("one-group", 2): 3,
+    ("one-group", 4): 3, ("groups-across-ranks", 2): 3, ("groups-across-ranks", 4): 3, ("bamba", 4): 2,
 }  # fmt: skip
 """By case and ranks, the layers in which a group of heads lies on several ranks, and is normed over them."""
 

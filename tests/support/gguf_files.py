@@ -161,7 +161,8 @@ def write_gguf(
     tensors = load_file(source / "model.safetensors")
     tensors = _gates_apart(tensors) if arch == "gpt-oss" else stacked(tensors)
     for name, tensor in tensors.items():
-        stored = gguf_name(name, arch, layers)
+        # As converters do, without dimensions of 1.
+        stored, shape, tensor = gguf_name(name, arch, layers), tensor.shape, tensor.squeeze()
         part = stored.split(".")[-2]
         number = tensor.dim() == 1 or part == "ffn_gate_inp" or stored.endswith(".bias")
         kind = Type.F32 if number else kinds.get(part, default if tensor.dim() == 2 else Type.F16)
@@ -181,7 +182,7 @@ def write_gguf(
             before, after = name.split(".experts.")
             numbers |= {f"{before}.experts.{expert}.{after}": each.clone() for expert, each in enumerate(plain)}
         else:
-            numbers[name] = plain
+            numbers[name] = plain.view(shape)
         writer.add_tensor(stored, data, raw_dtype=kind)
     if arch == "gpt-oss":
         numbers = _gates_together(numbers)

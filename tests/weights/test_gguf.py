@@ -203,8 +203,8 @@ def test_types_and_architectures_that_do_not_load_are_named(sources: dict[str, P
         gguf_folder(file)
     write_gguf(sources["llama"], tmp_path / "other.gguf", {}, arch="internlm2")
     known = (
-        "llama, qwen2, qwen3, qwen3vl, qwen3moe, gemma, gemma2, gemma3, olmo2, exaone4, smollm3, granite, seed_oss, dots1, qwen35, "
-        "qwen35moe, gpt-oss, glm4moe"
+        "llama, qwen2, qwen3, qwen3vl, qwen3moe, qwen2moe, olmoe, ernie4_5, ernie4_5-moe, glm4, gemma, gemma2, gemma3, olmo2, exaone4, "
+        "smollm3, granite, seed_oss, dots1, qwen35, qwen35moe, gpt-oss, glm4moe"
     )
     with pytest.raises(CheckpointError, match=rf"general\.architecture: expected one of {known}, found 'internlm2'"):
         gguf_folder(tmp_path / "other.gguf")
