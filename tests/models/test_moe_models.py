@@ -223,6 +223,20 @@ def test_other_mixtures_draft_and_verify(family: str, tmp_path: Path) -> None:
         assert ids(LLM(target, runtime="eager", max_rows=2, **variant).generate(prompt_ids, SamplingParams(max_tokens=16))) == expected
 
 
+COMPILED = ("qwen3_moe", *DRAFTED, "gpt_oss")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", marked(COMPILED, mixture_of, "ngram", "tree", "compiled"))
+def test_compiled_mixtures_decode_the_same(family: str, tmp_path: Path) -> None:
+    """Their experts are one native op, next to compiled ones."""
+    target, model = write_mixture(tmp_path, family, easy=True, max_position_embeddings=96)
+    prompt_ids = prompts(3, vocab=VOCAB_SIZE)
+    llm = LLM(target, runtime="compiled", variant="ngram", max_rows=2, buckets=[2], **TREE)
+    assert llm.decoders["target"] == "op by op: mixtures of experts"
+    assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=16))) == [greedy(model, prompt, 16) for prompt in prompt_ids]
+
+
 @of_family("Qwen3MoeForCausalLM")
 @pytest.mark.parametrize(
     ("variant", "shape", "page_size", "rows"),

@@ -147,15 +147,18 @@ def expert_head(family: str, *, stacked: bool, seed: int = 6, **overrides: Any) 
     return tensors, model
 
 
-def mixer_head(family: str, kinds: tuple[str, ...] = ("full_attention", "moe"), *, seed: int = 6) -> tuple[dict[str, Tensor], Any]:
+def mixer_head(
+    family: str, kinds: tuple[str, ...] = ("full_attention", "moe"), *, seed: int = 6, **overrides: Any
+) -> tuple[dict[str, Tensor], Any]:
     """A prediction head of Nemotron-H as published, and a transformers model of these layers that computes as it does.
 
     Args:
         family: ``nemotron_h_moe`` or ``nemotron_h_latent``.
         kinds: of the layers.
         seed: of its weights.
+        overrides: keys of the config.
     """
-    model = build_hybrid(family, seed=seed, layers_block_type=list(kinds))
+    model = build_hybrid(family, seed=seed, layers_block_type=list(kinds), **overrides)
     generator = torch.Generator().manual_seed(seed)
     tensors = {f"mtp.layers.0.{part}.weight": 1 + 0.2 * torch.randn(HIDDEN, generator=generator) for part in ("enorm", "hnorm")}
     tensors["mtp.layers.0.eh_proj.weight"] = 0.15 * torch.randn(HIDDEN, 2 * HIDDEN, generator=generator)
