@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from graphspec import LLM, SamplingParams
+from graphspec.drafters.mtp.facts import read_mtp_facts
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.facts import families, read_model_facts
 from graphspec.facts.families import FAMILIES, all_families, find_family, target_architectures
@@ -191,6 +192,17 @@ def test_a_correction_is_a_vector_or_a_row(tmp_path: Path) -> None:
     edit_tensors(folder / "model.safetensors", **{name: row.expand(2, 6).clone()})
     with pytest.raises(CheckpointError, match="e_score_correction_bias: expected shape"):
         correction()
+
+
+def test_prediction_heads_of_ernie_are_left_unread(tmp_path: Path) -> None:
+    """Published checkpoints have one; as a draft it is refused."""
+    folder = write_hf(build_mixture("ernie4_5_moe", num_hidden_layers=2), tmp_path, num_nextn_predict_layers=1)
+    names = ("mtp_emb_norm.0", "mtp_hidden_norm.0", "mtp_linear_proj.0", "mtp_block.0.self_attn.q_proj")
+    edit_tensors(folder / "model.safetensors", **{f"model.{name}.weight": torch.ones(2, 2) for name in names})
+    facts = read_model_facts(folder)
+    assert load_target(facts, (), 16, torch.float32, "cpu").facts.num_layers == 2
+    with pytest.raises(CheckpointError, match=r"num_nextn_predict_layers = 1: expected tensors of as many .*model\.mtp_"):
+        read_mtp_facts(folder, facts)
 
 
 def test_fused_tensors_are_checked_as_a_whole(tmp_path: Path) -> None:
