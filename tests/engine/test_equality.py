@@ -193,6 +193,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-yarn": ("llama", {"rope_parameters": {**YARN, "rope_theta": 10000.0}}),
     "mistral": ("mistral", {"sliding_window": None, "num_key_value_heads": 1}),
     "mistral-window": ("mistral", {"sliding_window": 7}),
+    "ministral3": ("ministral3", {"rope_parameters": {**YARN, "rope_theta": 1e6, "llama_4_scaling_beta": 0.3}}),
     "qwen2": ("qwen2", {"head_dim": None}),
     "qwen2-tied-window": (
         "qwen2",

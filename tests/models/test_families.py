@@ -227,6 +227,7 @@ def test_fused_tensors_are_checked_as_a_whole(tmp_path: Path) -> None:
 OP_BY_OP = {
     **dict.fromkeys(("olmo2", "olmo3"), "op by op: query and key norms over all heads together, or scaled in float32"),
     "granite": "op by op: a multiplier of what blocks add",
+    "ministral3": "op by op: queries that grow with the position",
 }
 NATIVE = [name for name in checkpoints.FAMILIES if name not in OP_BY_OP]
 
@@ -235,7 +236,9 @@ NATIVE = [name for name in checkpoints.FAMILIES if name not in OP_BY_OP]
 def test_a_compiled_engine_reports_the_path_of_the_family(family: str, tmp_path: Path) -> None:
     """And decodes as transformers does, where it is native: compiling takes a minute, and is left to ``test_equality_full``."""
     path = OP_BY_OP.get(family, "one native op per pass")
-    keys = {"qwen2": {"head_dim": None}, "granite": {"residual_multiplier": 0.5}}.get(family, {})
+    growing = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}
+    unlike = {"qwen2": {"head_dim": None}, "granite": {"residual_multiplier": 0.5}, "ministral3": {"rope_parameters": growing}}
+    keys = unlike.get(family, {})
     pair = pair_of(family, tmp_path, **keys)
     llm = pair.llm(runtime="compiled", **CHAIN)
     assert llm.decoders == {"target": path, "draft": "one native op per pass"}

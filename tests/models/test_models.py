@@ -45,6 +45,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral-window": ("mistral", {"sliding_window": 7, "num_key_value_heads": 1}),
     "mistral-no-window": ("mistral", {"sliding_window": None}),
+    "ministral3-growing-queries": ("ministral3", {"rope_parameters": {**YARN, "rope_theta": 1e6, "llama_4_scaling_beta": 0.3}}),
     "qwen2": ("qwen2", {"head_dim": None}),
     "qwen2-tied-window": (
         "qwen2",

@@ -210,7 +210,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Pat
 CHAIN, TREE = {"num_steps": 3, "topk": 1, "num_draft_tokens": 4}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}
 
 
-DRAFTED = ("dots1", "glm4_moe", "mixtral", "minimax_m2", "qwen2_moe, windows, one dense layer", "olmoe", "ernie4_5_moe")
+OVER_KEYS = ("dots1", "glm4_moe", "mixtral", "minimax_m2", "qwen2_moe, windows, one dense layer", "olmoe", "ernie4_5_moe")
+DRAFTED = (*OVER_KEYS, "mistral4")
 
 
 @pytest.mark.parametrize("family", marked(DRAFTED, mixture_of, "none", "ngram", "standalone", "chain", "tree"))
@@ -223,7 +224,7 @@ def test_other_mixtures_draft_and_verify(family: str, tmp_path: Path) -> None:
         assert ids(LLM(target, runtime="eager", max_rows=2, **variant).generate(prompt_ids, SamplingParams(max_tokens=16))) == expected
 
 
-COMPILED = ("qwen3_moe", *DRAFTED, "gpt_oss")
+COMPILED = ("qwen3_moe", *OVER_KEYS, "gpt_oss")
 
 
 @pytest.mark.full

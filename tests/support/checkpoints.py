@@ -24,6 +24,7 @@ FAMILIES = {
     "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2", "phi3": "Phi3", "olmo3": "Olmo3",
     "smollm3": "SmolLM3", "exaone4": "Exaone4", "granite": "Granite", "seed_oss": "SeedOss",
     "gemma": "Gemma", "gemma2": "Gemma2", "gemma3": "Gemma3", "glm": "Glm", "glm4": "Glm4", "ernie4_5": "Ernie4_5",
+    "ministral3": "Ministral3",
 }  # fmt: skip
 CONFIGS = {"gemma3": "Gemma3Text"}
 """Names of configurations that don't follow from those of the models."""

@@ -28,8 +28,8 @@ BY_FAMILY = """## By family
 
 Rows are those of `graphspec/facts/families.py`; tests name theirs by the marker `of_family`. *logits*: those of transformers. Variants,
 *chain* and *tree*: greedy tokens of an engine are those of transformers. *compiled*: such tokens from compiled cycles. *native*: all layers
-of a pass are one native op. *ranks*: logits of several ranks together. *codes*: weights of low precision in safetensors. `make
-features-of-families` writes this table alone, from the tests of all tiers.
+of a pass are one native op. *ranks*: logits of several ranks together. *codes*: weights of low precision in safetensors. The tests of all
+tiers fill this table: `make features-of-families` writes it alone.
 
 """
 COLUMNS = ("logits", "GGUF", "codes", *VARIANTS, "chain", "tree", "compiled", "native", "ranks")
