@@ -61,8 +61,8 @@ class DraftFacts:
 
     @property
     def attends(self) -> bool:
-        """Writing a token's draft KV takes attention: not with one layer, whose KV follows from its input."""
-        return self.decoder.num_layers > 1
+        """Writing a token's draft KV takes attention: not with one layer that attends, whose KV follows from its input."""
+        return self.decoder.kv_layers > 1
 
     def slots(self, shape: CycleShape) -> int:
         """Slots from the root on that a draft pass writes, where these are more than the shape's own."""

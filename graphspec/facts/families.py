@@ -12,20 +12,25 @@ from functools import cache, partial
 from ..config.catalog import entry_point_rows
 from ..errors import ConfigError
 from .family import Family
+from .hybrid_families import BAMBA, FALCON_H1, GRANITE_HYBRID, NEMOTRON_H, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from .latent import read_latent
 from .layer_kinds import (
     dots_keys,
+    ernie_keys,
     exaone_keys,
     full_layers_pass,
     gemma2_keys,
     gemma3_keys,
     gemma_keys,
+    glm_keys,
     gpt_oss_keys,
     listed_layers_rotate,
     minimax_keys,
     mistral4_keys,
     olmo3_keys,
+    olmoe_keys,
     one_group_keys,
+    qwen2_moe_keys,
     smollm3_keys,
     window_by_flag,
     window_by_kind,
@@ -33,40 +38,28 @@ from .layer_kinds import (
     window_everywhere,
 )
 from .layouts import (
-    BAMBA_LAYOUT,
+    ERNIE_MOE_LAYOUT,
     FUSED_LAYOUT,
+    GLM4_LAYOUT,
+    GLM_LAYOUT,
     GPT_OSS_LAYOUT,
-    GRANITE_LAYOUT,
     LANGUAGE_LAYOUT,
     MISTRAL4_LAYOUT,
     MIXTRAL_LAYOUT,
-    NEMOTRON_LAYOUT,
-    QWEN3_5_LAYOUT,
-    QWEN3_NEXT_LAYOUT,
-)
-from .mamba import (
-    bamba_keys,
-    granite_keys,
-    nemotron_keys,
-    read_falcon_ssm,
-    read_granite_experts,
-    read_granite_ssm,
-    read_mixers,
-    read_nemotron_experts,
-    read_nemotron_ssm,
+    QWEN_MOE_LAYOUT,
 )
 from .moe import (
     read_deepseek_experts,
+    read_ernie_experts,
     read_gpt_oss_experts,
     read_listed_experts,
     read_mistral_experts,
     read_mixtral_experts,
-    read_qwen3_5_experts,
+    read_olmoe_experts,
+    read_qwen2_experts,
     read_qwen3_experts,
-    read_qwen3_next_experts,
 )
-from .multipliers import read_falcon_multipliers, read_gemma_multipliers, read_granite_multipliers
-from .recurrent import read_gated_delta
+from .multipliers import read_gemma_multipliers, read_granite_multipliers
 
 LLAMA = Family(
     name="llama",
@@ -117,91 +110,6 @@ MISTRAL4 = Family(
     experts=read_mistral_experts,
     max_positions=1048576,
 )
-QWEN3_5 = Family(
-    name="qwen3_5",
-    architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
-    layout=QWEN3_5_LAYOUT,
-    attention_bias="stated",
-    qk_norm="head",
-    norm="offset",
-    attention_gate=True,
-    head_dim=256,
-    partial_rotary=0.25,
-    recurrent=read_gated_delta,
-    nested="text_config",
-    max_positions=32768,
-)
-"""Three gated delta nets to one gated attention; of models that also see images, the language model."""
-QWEN3_NEXT = replace(
-    QWEN3_5,
-    name="qwen3_next",
-    architectures=("Qwen3NextForCausalLM",),
-    layout=QWEN3_NEXT_LAYOUT,
-    nested="",
-    grouped_projection=True,
-    experts=read_qwen3_next_experts,
-)
-QWEN3_5_MOE = replace(
-    QWEN3_5,
-    name="qwen3_5_moe",
-    architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
-    experts=read_qwen3_5_experts,
-)
-NEMOTRON_H = Family(
-    name="nemotron_h",
-    architectures=("NemotronHForCausalLM",),
-    layout=NEMOTRON_LAYOUT,
-    mlp_bias=True,
-    norm="float32",
-    multi_head=True,
-    usual=nemotron_keys,
-    mixers=read_mixers,
-    recurrent=read_nemotron_ssm,
-    experts=read_nemotron_experts,
-    activation="relu2",
-    rotates=False,
-    ties=False,
-    max_positions=4096,
-)
-"""Mamba-2, attention, MLP or experts, one of them in each layer (arXiv 2504.03624)."""
-GRANITE_HYBRID = Family(
-    name="granitemoehybrid",
-    architectures=("GraniteMoeHybridForCausalLM",),
-    layout=GRANITE_LAYOUT,
-    attention_bias="stated",
-    multi_head=True,
-    usual=granite_keys,
-    recurrent=read_granite_ssm,
-    experts=read_granite_experts,
-    rotates=None,
-    max_positions=2048,
-    multipliers=read_granite_multipliers,
-)
-"""Granite 4: Mamba-2 or attention, then an MLP for every token, with or without experts next to it."""
-BAMBA = Family(
-    name="bamba",
-    architectures=("BambaForCausalLM",),
-    layout=BAMBA_LAYOUT,
-    attention_bias="stated",
-    mlp_bias=True,
-    multi_head=True,
-    partial_rotary=0.5,
-    usual=bamba_keys,
-    recurrent=read_granite_ssm,
-    max_positions=262144,
-)
-"""Mamba-2 or attention with partial rotary, then an MLP."""
-FALCON_H1 = Family(
-    name="falcon_h1",
-    architectures=("FalconH1ForCausalLM",),
-    layout=BAMBA_LAYOUT,
-    multi_head=True,
-    recurrent=read_falcon_ssm,
-    side_by_side=True,
-    max_positions=8192,
-    multipliers=read_falcon_multipliers,
-)
-"""Mamba-2 and attention in every layer, over one input, then an MLP (arXiv 2507.22448)."""
 GEMMA = Family(
     name="gemma",
     architectures=("GemmaForCausalLM",),
@@ -247,6 +155,28 @@ GLM4_MOE = Family(
     max_positions=131072,
 )
 """GLM-4.5 and after (arXiv 2508.06471)."""
+GLM = Family(
+    name="glm",
+    architectures=("GlmForCausalLM",),
+    layout=GLM_LAYOUT,
+    attention_bias="apart",
+    head_dim=128,
+    interleaved=True,
+    partial_rotary=0.5,
+    usual=glm_keys,
+    max_positions=131072,
+)
+ERNIE4_5 = Family(
+    name="ernie4_5",
+    architectures=("Ernie4_5ForCausalLM",),
+    attention_bias="stated",
+    mlp_bias=True,
+    head_dim=128,
+    interleaved=True,
+    usual=ernie_keys,
+    tied=True,
+    max_positions=131072,
+)
 OLMO2 = Family(
     name="olmo2",
     architectures=("Olmo2ForCausalLM",),
@@ -332,6 +262,26 @@ FAMILIES: tuple[Family, ...] = (
         max_positions=32768,
     ),
     Family(
+        name="qwen2_moe",
+        architectures=("Qwen2MoeForCausalLM",),
+        layout=QWEN_MOE_LAYOUT,
+        attention_bias="apart",
+        usual=qwen2_moe_keys,
+        window=window_by_layer,
+        experts=read_qwen2_experts,
+        max_positions=32768,
+    ),
+    Family(
+        name="olmoe",
+        architectures=("OlmoeForCausalLM",),
+        attention_bias="stated",
+        qk_norm="projection",
+        multi_head=True,
+        usual=olmoe_keys,
+        experts=read_olmoe_experts,
+        max_positions=4096,
+    ),
+    Family(
         name="deepseek_v2",
         architectures=("DeepseekV2ForCausalLM",),
         attention_bias="stated",
@@ -409,6 +359,17 @@ FAMILIES: tuple[Family, ...] = (
         window=window_by_kind,
         experts=partial(read_deepseek_experts, sigmoid=True),
         max_positions=2048,
+    ),
+    GLM,
+    replace(GLM, name="glm4", architectures=("Glm4ForCausalLM",), layout=GLM4_LAYOUT, norms="around"),
+    ERNIE4_5,
+    replace(
+        ERNIE4_5,
+        name="ernie4_5_moe",
+        architectures=("Ernie4_5_MoeForCausalLM",),
+        layout=ERNIE_MOE_LAYOUT,
+        head_dim=None,
+        experts=read_ernie_experts,
     ),
     GLM4_MOE,
     replace(

@@ -75,6 +75,8 @@ class Family:
     """Reads what each layer holds, where it holds one net after one norm; None: attention or a recurrent net, and an MLP."""
     side_by_side: bool = False
     """Every recurrent layer attends too: both read one input, and both results are added."""
+    interleaved: bool = False
+    """Rotated pairs are channels (2i, 2i + 1) of a head, not (i, i + R/2). They are put apart when queries and keys are loaded."""
     rotates: bool | None = True
     """Queries and keys are rotated; None: ``position_embedding_type`` says whether."""
     rotating: Callable[[Keys, Sequence[int | None]], tuple[bool, ...]] | None = None
@@ -98,6 +100,7 @@ class Family:
             self.attention_gate,
             self.attention_sinks,
             self.latent,
+            self.interleaved,
             self.experts,
             self.recurrent,
             self.multipliers,

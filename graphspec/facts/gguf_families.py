@@ -219,6 +219,41 @@ def _qwen3_experts(header: GgufHeader) -> dict[str, Any]:
     }
 
 
+def _qwen2_experts(header: GgufHeader) -> dict[str, Any]:
+    shared = integer(header, _key(header, "expert_shared_feed_forward_length"))
+    unlike = {"norm_topk_prob": False, "qkv_bias": _biased(header), "shared_expert_intermediate_size": shared}
+    return {**_qwen3_experts(header), **unlike}
+
+
+def _olmoe(header: GgufHeader) -> dict[str, Any]:
+    return {
+        "attention_bias": _biased(header),
+        "num_experts": integer(header, _key(header, EXPERTS)),
+        "num_experts_per_tok": integer(header, _key(header, "expert_used_count")),
+        "norm_topk_prob": False,
+    }
+
+
+def _ernie(header: GgufHeader) -> dict[str, Any]:
+    return {"use_bias": _biased(header)}
+
+
+def _ernie_experts(header: GgufHeader) -> dict[str, Any]:
+    return {
+        **_ernie(header),
+        "moe_num_experts": integer(header, _key(header, EXPERTS)),
+        "moe_k": integer(header, _key(header, "expert_used_count")),
+        "moe_intermediate_size": integer(header, _key(header, "expert_feed_forward_length")),
+        "moe_num_shared_experts": header.metadata.get(_key(header, "expert_shared_count"), 0),
+        "moe_layer_start_index": header.metadata.get(_key(header, "leading_dense_block_count"), 0),
+        "moe_layer_interval": integer(header, _key(header, "interleave_moe_layer_step"), 1),
+    }
+
+
+def _glm4(header: GgufHeader) -> dict[str, Any]:
+    return {"attention_bias": _biased(header), "partial_rotary_factor": 1.0}  # the last as long as rope.dimension_count says nothing
+
+
 def _correcting(header: GgufHeader) -> dict[str, Any]:
     """DeepSeek-V3's routing in one group.
 
@@ -316,6 +351,10 @@ _GATED = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }  # fmt: skip
+_GLM4 = {
+    "attn_norm": "input_layernorm", "post_attention_norm": "post_self_attn_layernorm", "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
 _CAPS = frozenset(("attn_logit_softcapping", "final_logit_softcapping"))
 _GELU = "gelu_pytorch_tanh"
 
@@ -327,6 +366,16 @@ ARCHITECTURES = {
     "qwen3moe": Architecture(
         "Qwen3MoeForCausalLM", config=_qwen3_experts, names={**_USUAL, **_EXPERTS}, reads=frozenset((EXPERTS,))
     ),
+    "qwen2moe": Architecture(
+        "Qwen2MoeForCausalLM", config=_qwen2_experts, names={**_USUAL, **_EXPERTS, **_GATED}, reads=frozenset((EXPERTS,))
+    ),
+    "olmoe": Architecture("OlmoeForCausalLM", config=_olmoe, names={**_USUAL, **_EXPERTS}, reads=frozenset((EXPERTS,))),
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM", config=_ernie),
+    "ernie4_5-moe": Architecture(
+        "Ernie4_5_MoeForCausalLM", config=_ernie_experts, reads=frozenset((EXPERTS,)),
+        names={**_USUAL, **_EXPERTS, **_SHARED, "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
+    ),
+    "glm4": Architecture("Glm4ForCausalLM", config=_glm4, names={**_ATTENTION, **_GLM4}),
     "gemma": Architecture("GemmaForCausalLM", offset=True, activation=_GELU),
     "gemma2": Architecture(
         "Gemma2ForCausalLM", config=_gemma2, names={**_ATTENTION, **_MLP, **_AROUND}, offset=True, activation=_GELU,

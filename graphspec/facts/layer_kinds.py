@@ -274,6 +274,53 @@ def one_group_keys(keys: Keys) -> Keys:
     return Keys({**keys.values, **{key: stated.get(key, 1) for key in ("n_group", "topk_group")}}, keys.where)
 
 
+def qwen2_moe_keys(keys: Keys) -> Keys:
+    """Qwen2-MoE's config with ``qkv_bias`` under the usual names, and ``layer_types`` where there is a window: in every second of the first
+    layers, beginning with the first, as transformers has it.
+
+    Raises:
+        CheckpointError: flags that are none, or no number of layers.
+    """
+    values = {**keys.values, "attention_bias": keys.flag("qkv_bias", True), "attention_out_bias": False}
+    if values.get("sliding_window") == 0:  # as transformers writes it where there is none
+        values["sliding_window"] = None
+    if keys.flag("use_sliding_window", False) and not keys.present("layer_types"):
+        count, end = keys.integer("num_hidden_layers", maximum=MAX_LAYERS), keys.integer("max_window_layers", 28, minimum=0)
+        values["layer_types"] = ["full_attention" if layer % 2 or layer >= end else "sliding_attention" for layer in range(count)]
+    return Keys(values, keys.where)
+
+
+def olmoe_keys(keys: Keys) -> Keys:
+    """OLMoE's config.
+
+    Raises:
+        CheckpointError: queries, keys and values that are clipped.
+    """
+    if keys.present("clip_qkv"):
+        raise keys.error("clip_qkv", "null: clipped queries, keys and values are not supported")
+    return keys
+
+
+def ernie_keys(keys: Keys) -> Keys:
+    """Ernie 4.5's config with ``use_bias`` under the usual names, and its base where none is stated.
+
+    Raises:
+        CheckpointError: a flag that is none.
+    """
+    biased = keys.flag("use_bias", False)
+    theta = {} if _states_base(keys) else {"rope_theta": 500000.0}
+    return Keys({**keys.values, **theta, "attention_bias": biased, "mlp_bias": biased}, keys.where)
+
+
+def glm_keys(keys: Keys) -> Keys:
+    """GLM's config with the biases that transformers takes for granted.
+
+    Raises:
+        CheckpointError: a flag that is none.
+    """
+    return Keys({**keys.values, "attention_bias": keys.flag("attention_bias", True), "attention_out_bias": False}, keys.where)
+
+
 def dots_keys(keys: Keys) -> Keys:
     """Dots 1's config with ``layer_types``: the last layers have the window.
 

@@ -22,6 +22,8 @@ class TensorRule:
     """Matrices are stored with their input channels first; codes of low precision are not."""
     interleaved: bool = False
     """Rows of two projections take turns: gate, up, gate, up, ..."""
+    flat: bool = False
+    """A vector that may be stored as a matrix of one row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +204,31 @@ MIXTRAL_LAYOUT = _target(
 )
 """Mixtral and MiniMax-M2."""
 
+QWEN_MOE_LAYOUT = _target(*qwen_expert_rules("layers.*.", "model.layers.*."))
+"""Qwen2-MoE, with a gated shared expert."""
+
+ERNIE_MOE_LAYOUT = _target(TensorRule("layers.*.mlp.correction_E", ("model.layers.*.mlp.moe_statics.e_score_correction_bias",), flat=True))
+"""Ernie 4.5 with experts."""
+
+_GATE_UP = TensorRule("layers.*.mlp.gate_up_proj.weight", ("model.layers.*.mlp.gate_up_proj.weight",))
+
+GLM_LAYOUT = _target(_GATE_UP)
+"""GLM: gate and up in one tensor, queries, keys and values apart."""
+
+GLM4_LAYOUT = _target(
+    _GATE_UP,
+    *_tensors(
+        "layers.*.",
+        "model.layers.*.",
+        {
+            "post_attention_layernorm.weight": "post_self_attn_layernorm.weight",
+            "pre_feedforward_layernorm.weight": "post_attention_layernorm.weight",
+            "post_feedforward_layernorm.weight": "post_mlp_layernorm.weight",
+        },
+    ),
+)
+"""GLM-4, which has norms after attention and MLP as well, under names of its own."""
+
 _SHARED = {"gate_up_proj": "input_linear", "down_proj": "output_linear"}
 
 GRANITE_LAYOUT = _target(
@@ -224,18 +251,30 @@ BAMBA_LAYOUT = _target(
 """Bamba, and Falcon-H1, whose layers have Mamba-2 next to attention."""
 
 _UP_DOWN = {"up_proj": "up_proj", "down_proj": "down_proj"}
-_MIXERS = {"qkv_proj": "q_proj k_proj v_proj", "o_proj": "o_proj", "router": "gate", **_UP_DOWN}
+_MIXERS = {
+    "qkv_proj": "q_proj k_proj v_proj", "o_proj": "o_proj", "router": "gate", "latent_in": "fc1_latent_proj",
+    "latent_out": "fc2_latent_proj", **_UP_DOWN,
+}  # fmt: skip
+
+
+def mixer_rules(ours: str, theirs: str) -> tuple[TensorRule, ...]:
+    """A layer of one net after one norm; arguments of :func:`decoder_rules`."""
+    names = {
+        "correction_E": "gate.e_score_correction_bias", "gate_up_EFH": "experts.#.up_proj.weight", "down_EHF": "experts.#.down_proj.weight",
+    }  # fmt: skip
+    return (
+        TensorRule(f"{ours}norm.weight", (f"{theirs}norm.weight",)),
+        *_ssm_rules(f"{ours}mixer.", f"{theirs}mixer."),
+        *_matrices(f"{ours}mixer.", f"{theirs}mixer.", _MIXERS),
+        *_matrices(f"{ours}mixer.shared_experts.", f"{theirs}mixer.shared_experts.", _UP_DOWN),
+        *_tensors(f"{ours}mixer.", f"{theirs}mixer.", names),
+    )
+
 
 NEMOTRON_LAYOUT = Layout(
     rules=(
         TensorRule("embed_tokens.weight", ("model.embeddings.weight",)),
-        TensorRule("layers.*.norm.weight", ("model.layers.*.norm.weight",)),
-        *_ssm_rules("layers.*.mixer.", "model.layers.*.mixer."),
-        *_matrices("layers.*.mixer.", "model.layers.*.mixer.", _MIXERS),
-        *_matrices("layers.*.mixer.shared_experts.", "model.layers.*.mixer.shared_experts.", _UP_DOWN),
-        TensorRule("layers.*.mixer.correction_E", ("model.layers.*.mixer.gate.e_score_correction_bias",)),
-        TensorRule("layers.*.mixer.gate_up_EFH", ("model.layers.*.mixer.experts.#.up_proj.weight",)),
-        TensorRule("layers.*.mixer.down_EHF", ("model.layers.*.mixer.experts.#.down_proj.weight",)),
+        *mixer_rules("layers.*.", "model.layers.*."),
         TensorRule("norm.weight", ("model.norm_f.weight",)),
         TensorRule("lm_head.weight", ("lm_head.weight",)),
     ),
@@ -244,5 +283,7 @@ NEMOTRON_LAYOUT = Layout(
 """Nemotron-H: one mixer in each layer."""
 
 
-PREDICTION_HEADS = ("mtp.", "model.mtp_layers.")
+PREDICTION_HEADS = (
+    "mtp.", "model.mtp_layers.", "model.mtp_block.", "model.mtp_emb_norm.", "model.mtp_hidden_norm.", "model.mtp_linear_proj.",
+)  # fmt: skip
 """Prefixes of prediction heads in the file of a target, which plain decoding leaves unread; NextN heads are layers past the last one."""

@@ -177,7 +177,7 @@ def _read_ssm(
 
 
 def read_nemotron_experts(keys: Keys, num_layers: int) -> ExpertFacts | None:
-    """Nemotron-H's mixtures, routed as DeepSeek-V3's; None where no layer is one.
+    """Nemotron-H's mixtures, routed as DeepSeek-V3's; in Nemotron 3 Super over a compressed stream. None where no layer is one.
 
     Raises:
         CheckpointError: a key that is missing, wrong or not supported.
@@ -185,10 +185,10 @@ def read_nemotron_experts(keys: Keys, num_layers: int) -> ExpertFacts | None:
     layers = tuple(kind == "moe" for kind in cast("list[str]", keys.values["layer_types"]))
     if not any(layers):
         return None
-    if keys.values.get("moe_latent_size") is not None:
-        raise keys.error("moe_latent_size", "null (experts over a compressed stream are not supported)")
+    latent = keys.integer("moe_latent_size", maximum=MAX_WIDTH) if keys.present("moe_latent_size") else 0
     facts = read_deepseek_experts(Keys({**keys.values, "n_shared_experts": 0}, keys.where), num_layers, sigmoid=True)
-    return replace(facts, layers=layers, shared_size=keys.integer("moe_shared_expert_intermediate_size", maximum=MAX_WIDTH))
+    shared = keys.integer("moe_shared_expert_intermediate_size", maximum=MAX_WIDTH)
+    return replace(facts, layers=layers, latent_size=latent, shared_size=shared)
 
 
 def read_granite_experts(keys: Keys, num_layers: int) -> ExpertFacts | None:

@@ -18,6 +18,8 @@ class ExpertFacts:
     """Experts of a token."""
     intermediate_size: int
     """F: width of one expert."""
+    latent_size: int = 0
+    """L: width of the compressed stream that chosen experts read and write; 0: they do the residual stream itself."""
     shared_size: int = 0
     """Width of the experts that every token goes to, side by side; 0: there are none."""
     shared_gate: bool = False
@@ -28,7 +30,9 @@ class ExpertFacts:
     group_best: int = 1
     """A group is worth the sum of this many of its best experts."""
     sigmoid: bool = False
-    """Scores are sigmoids, ranked after a correction was added; otherwise a softmax."""
+    """Scores are sigmoids; otherwise a softmax."""
+    corrected: bool = False
+    """Scores are ranked after a correction was added."""
     normalize: bool = False
     """The weights of a token's experts sum to 1, before scaling."""
     scaling: float = 1.0
@@ -97,6 +101,56 @@ def read_qwen3_5_experts(keys: Keys, num_layers: int) -> ExpertFacts:
     return read_qwen3_next_experts(Keys({"num_experts_per_tok": 8, **stated, **fixed}, keys.where), num_layers)
 
 
+def read_qwen2_experts(keys: Keys, num_layers: int) -> ExpertFacts:
+    """Qwen2-MoE (arXiv 2407.10671): as Qwen3-MoE, with a gated shared expert, and other defaults.
+
+    Raises:
+        CheckpointError: a key that is missing, wrong or not supported.
+    """
+    stated = {key: value for key, value in keys.values.items() if value is not None}
+    defaults = {"num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+    facts = read_qwen3_experts(Keys({**defaults, **stated}, keys.where), num_layers)
+    return replace(facts, shared_size=keys.integer("shared_expert_intermediate_size", 5632, maximum=MAX_WIDTH), shared_gate=True)
+
+
+def read_olmoe_experts(keys: Keys, num_layers: int) -> ExpertFacts:
+    """OLMoE (arXiv 2409.02060): softmax; every layer is a mixture of experts as wide as ``intermediate_size`` says.
+
+    Raises:
+        CheckpointError: a key that is missing, wrong or not supported.
+    """
+    fixed = {"moe_intermediate_size": keys.integer("intermediate_size", maximum=MAX_WIDTH), "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return read_qwen3_experts(Keys({**keys.values, **fixed}, keys.where), num_layers)
+
+
+def read_ernie_experts(keys: Keys, num_layers: int) -> ExpertFacts:
+    """Ernie 4.5: softmax and correction, weights that sum to 1, shared experts; mixtures in every so many layers between two.
+
+    Raises:
+        CheckpointError: a key that is missing, wrong or not supported.
+    """
+    if keys.flag("use_bias", False):
+        raise keys.error("use_bias", "false where layers have experts")
+    experts = _read_count(keys, "moe_num_experts", num_layers)
+    topk = keys.integer("moe_k", 6)
+    if topk > experts:
+        raise keys.error("moe_k", f"at most the {experts} experts")
+    first, step = keys.integer("moe_layer_start_index", 1, minimum=0), keys.integer("moe_layer_interval", 1)
+    stated = keys.integer("moe_layer_end_index", -1, minimum=-1)
+    last = num_layers - 1 if stated == -1 else stated
+    size = keys.integer("moe_intermediate_size", 1536, maximum=MAX_WIDTH)
+    return ExpertFacts(
+        layers=tuple((layer + 1) % step == 0 and first <= layer <= last for layer in range(num_layers)),
+        num_experts=experts,
+        topk=topk,
+        intermediate_size=size,
+        shared_size=size * keys.integer("moe_num_shared_experts", 2, minimum=0, maximum=MAX_WIDTH // size),
+        corrected=True,
+        normalize=True,
+        float32_router=True,
+    )
+
+
 def read_gpt_oss_experts(keys: Keys, num_layers: int) -> ExpertFacts:
     """gpt-oss (arXiv 2508.10925): softmax over the chosen experts, biases, clamped SwiGLU; every layer is a mixture.
 
@@ -146,6 +200,7 @@ def read_mixtral_experts(keys: Keys, num_layers: int, *, sigmoid: bool) -> Exper
         topk=_read_topk(keys, experts, 8 if sigmoid else 2),
         intermediate_size=keys.integer("intermediate_size", maximum=MAX_WIDTH),
         sigmoid=sigmoid,
+        corrected=sigmoid,
         normalize=True,
     )
 
@@ -220,6 +275,7 @@ def read_deepseek_experts(keys: Keys, num_layers: int, *, sigmoid: bool) -> Expe
         topk_groups=chosen,
         group_best=2 if sigmoid and chosen < groups else 1,
         sigmoid=sigmoid,
+        corrected=sigmoid,
         normalize=normalize,
         scaling=keys.number("routed_scaling_factor", 1.0),
         float32_router=True,

@@ -139,9 +139,13 @@ def _network(plan: Plan, model: ModelFacts, rows: int) -> Iterator[Call]:
     if model.experts is not None:
         widths.add(model.experts.shared_size)
         experts, width, of = model.experts.num_experts, model.experts.intermediate_size, getattr(torch, plan.dtype)
-        sizes = {"T": rows, "K": model.experts.topk, "E": experts, "H": hidden, "F": width}
+        stream = model.experts.latent_size or hidden
+        sizes = {"T": rows, "K": model.experts.topk, "E": experts, "H": stream, "F": width}
         entering = width if model.family.activation == "relu2" else 2 * width
-        yield _op("moe_mlp", sizes, x_TH=of, gate_up_EFH=(of, experts, entering, hidden), down_EHF=of)
+        yield _op("moe_mlp", sizes, x_TH=of, gate_up_EFH=(of, experts, entering, stream), down_EHF=of)
+        if stream != hidden:
+            yield _linear, (rows, stream, hidden, *kind, False, False, False, False, low)
+            yield _linear, (rows, hidden, stream, *kind, False, False, False, False, low)
     for width in widths - {0}:
         yield _linear, (rows, 2 * width, hidden, *kind, normed, True, False, False, low)
         yield _linear, (rows, hidden, width, *kind, False, False, added, False, low)

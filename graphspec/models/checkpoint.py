@@ -441,14 +441,16 @@ def fill(
             fused = isinstance(owner, Linear) and len(sources) > 1
             rows = cast("Linear", owner).stored_parts if fused else (matrix.shape[0] // len(sources),) * len(sources)
             for part, source in zip(torch.split(matrix, list(rows)), sources, strict=True):
+                one_row = rule.flat and source in checkpoint and len(checkpoint.shape(source)) > part.dim()
+                shape = (1, *part.shape) if one_row else tuple(part.shape)
                 if value.is_meta:
-                    checkpoint.check(source, tuple(part.shape))
+                    checkpoint.check(source, shape)
                 else:
-                    part.copy_(checkpoint.read(source, tuple(part.shape)))
+                    part.copy_(checkpoint.read(source, shape).view_as(part))
                 done += 1
                 if progress is not None:
                     progress(done, len(used))
-        value = owner.arrange(value) if isinstance(owner, Linear) and leaf == "weight" else value
+        value = owner.arrange(value) if isinstance(owner, Linear) else value
         value = _two_by_two(value) if rule.interleaved else value
         setattr(owner, leaf, nn.Parameter(value, requires_grad=False))
         if isinstance(owner, Linear | Embedding) and leaf == "weight":

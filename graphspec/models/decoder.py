@@ -72,6 +72,32 @@ class MixerLayer(nn.Module):
         return out_BTH
 
 
+class MixerLayers(nn.ModuleList):
+    """Layers of one net each, one of which attends, in the place of a decoder layer.
+
+    Args:
+        facts: of these layers.
+    """
+
+    def __init__(self, facts: ModelFacts) -> None:
+        assert facts.kv_layers == 1 and facts.recurrent is None, "the keys and values of one layer, and no other state"
+        super().__init__(MixerLayer(facts, layer) for layer in range(facts.num_layers))
+
+    def forward(self, residual_BTH: Hidden, rotation: Rotation, attention: Attention) -> Hidden:
+        """See :meth:`DecoderLayer.forward`."""
+        for layer in self:
+            residual_BTH = layer(residual_BTH, rotation, attention)
+        return residual_BTH
+
+    def write_kv(self, residual_BTH: Hidden, rotation: Rotation, attention: Attention) -> None:
+        """See :meth:`DecoderLayer.write_kv`; layers after the one that attends don't run."""
+        for layer in cast("list[MixerLayer]", self):
+            if not layer.alone:
+                cast("SelfAttention", layer.mixer).write_kv(residual_BTH, rotation, attention, layer.norm)
+                return
+            residual_BTH = layer(residual_BTH, rotation, attention)
+
+
 class DecoderLayer(nn.Module):
     """Attention or a recurrent net, then an MLP or a mixture of experts, each added to the residual stream.
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: DeepSeek-V2 (arXiv 2405.04434, section 2.2), DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), Qwen3-MoE, gpt-oss."""
+"""Mixtures of experts: DeepSeek-V2 (arXiv 2405.04434, section 2.2), DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), Qwen-MoE, gpt-oss."""
 
 from __future__ import annotations
 
@@ -37,14 +37,17 @@ class MixtureOfExperts(KernelModule, ShardedModule):
         assert facts.experts is not None, "a model with experts"
         experts = self.experts = facts.experts
         hidden, width = facts.hidden_size, experts.intermediate_size
+        stream = experts.latent_size or hidden
         self.router = Linear(hidden, experts.num_experts, bias=experts.biases)
         self.router.float32_names = ("weight",) if experts.float32_router else ()
-        self.correction_E = make_parameter(experts.num_experts) if experts.sigmoid else None
+        self.correction_E = make_parameter(experts.num_experts) if experts.corrected else None
         entering = width if facts.family.activation == "relu2" else 2 * width
-        self.gate_up_EFH: nn.Parameter | PackedWeight | None = make_parameter(experts.num_experts, entering, hidden)
-        self.down_EHF: nn.Parameter | PackedWeight | None = make_parameter(experts.num_experts, hidden, width)
+        self.gate_up_EFH: nn.Parameter | PackedWeight | None = make_parameter(experts.num_experts, entering, stream)
+        self.down_EHF: nn.Parameter | PackedWeight | None = make_parameter(experts.num_experts, stream, width)
         self.gate_up_bias_EF = make_parameter(experts.num_experts, entering) if experts.biases else None
-        self.down_bias_EH = make_parameter(experts.num_experts, hidden) if experts.biases else None
+        self.down_bias_EH = make_parameter(experts.num_experts, stream) if experts.biases else None
+        self.latent_in = Linear(hidden, stream) if experts.latent_size else None
+        self.latent_out = Linear(stream, hidden) if experts.latent_size else None
         self.width, self.gated = width, entering == 2 * width
         self.stored: dict[str, torch.dtype | None] = {}
         """Of the experts' weights, as of :class:`Linear`."""
@@ -114,7 +117,10 @@ class MixtureOfExperts(KernelModule, ShardedModule):
             logits_BTE.flatten(0, 1), self.correction_E, valid.flatten(), facts.topk, facts.groups, facts.topk_groups, facts.group_best,
             facts.sigmoid, facts.normalize, facts.scaling,
         )  # fmt: skip
-        out_BTH = self._mix(x_BTH.flatten(0, 1), index_TK, weight_TK).view_as(x_BTH)
+        stream_TH: Tensor = (x_BTH if self.latent_in is None else self.latent_in(x_BTH)).flatten(0, 1)
+        mixed_TH = self._mix(stream_TH, index_TK, weight_TK)
+        # Of several ranks each projects its own part: the sum of these is that of the whole.
+        out_BTH: Tensor = (mixed_TH if self.latent_out is None else self.latent_out(mixed_TH)).view_as(x_BTH)
         if self.shared_experts is not None and self.shared_gate is not None:
             out_BTH = out_BTH + torch.sigmoid(self.shared_gate(x_BTH)) * self.shared_experts(x_BTH)
         elif self.shared_experts is not None:

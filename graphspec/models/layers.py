@@ -89,7 +89,7 @@ class Linear(KernelModule):
         return self.parts
 
     def arrange(self, weight: Tensor) -> Tensor:
-        """The weight, from the checkpoint's tensors concatenated along the rows."""
+        """The weight, or the bias, from the checkpoint's tensors concatenated along the rows."""
         return weight
 
     def use_kernels(self, kernels: KernelSet) -> None:
@@ -146,6 +146,32 @@ class Linear(KernelModule):
             parts.append(hidden_of(product(x, segment, bias, *normed, None, False, float32 and not gated and residual is None)))
             begin += segment.shape[0]
         return finish(torch.cat(parts, -1), residual, gated, float32)
+
+
+class NeighbourPairsProjection(Linear):
+    """Queries, keys and values of a checkpoint in which the channels of a rotated pair are neighbours. They are put half a rotated part
+    apart, where :class:`~graphspec.models.attention.HeadTransform` has them: scores, sums over all channels, stay what they are.
+
+    Args:
+        in_features: of the input.
+        parts: output rows of queries, keys and values.
+        head_dim: of a head.
+        rotary_dim: elements of it that are rotated, the first ones.
+        bias: as of :class:`Linear`.
+    """
+
+    def __init__(self, in_features: int, *parts: int, head_dim: int, rotary_dim: int, bias: bool = False) -> None:
+        super().__init__(in_features, *parts, bias=bias)
+        self.head_dim, self.rotary_dim = head_dim, rotary_dim
+
+    def arrange(self, weight: Tensor) -> Tensor:
+        query, key, value = weight.split(self.parts)
+        return torch.cat((self._apart(query), self._apart(key), value))
+
+    def _apart(self, rows: Tensor) -> Tensor:
+        heads = rows.unflatten(0, (-1, self.head_dim))
+        rotated, rest = heads[:, : self.rotary_dim], heads[:, self.rotary_dim :]
+        return torch.cat((rotated[:, ::2], rotated[:, 1::2], rest), 1).flatten(0, 1)
 
 
 class RowParallelLinear(Linear, ShardedModule):
@@ -361,7 +387,12 @@ class SelfAttention(TokenMixer, ShardedModule):
         self.query_growth = query_growth(rope)
         self.gated, self.sharding = facts.family.attention_gate, facts.sharding
         fused = (2 * query if self.gated else query, key, key)
-        self.qkv_proj = Linear(input_size or facts.hidden_size, *fused, bias=facts.attention_bias)
+        size, bias = input_size or facts.hidden_size, facts.attention_bias
+        self.qkv_proj = Linear(size, *fused, bias=bias)
+        if facts.family.interleaved:
+            assert not self.gated and not facts.qk_norm, "rows of gates and of norms would have to move too"
+            rotary_dim = rope.rotary_dim(facts.head_dim)
+            self.qkv_proj = NeighbourPairsProjection(size, *fused, head_dim=facts.head_dim, rotary_dim=rotary_dim, bias=bias)
         if facts.sharding.sharded:
             keys = facts.sharding.key_shard(facts.head_dim)
             self.qkv_proj.shard_rows(facts.sharding.shard(fused[0]), keys, keys)

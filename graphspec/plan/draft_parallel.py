@@ -93,10 +93,15 @@ def layer_numbers(decoder: ModelFacts, layer: int, inputs: int = 1) -> int:
         query, key = decoder.num_heads * decoder.head_dim, decoder.num_kv_heads * decoder.head_dim
         entering = (2 if decoder.family.attention_gate else 1) * query + 2 * key
         attention = inputs * hidden * entering + query * hidden
-    width = decoder.intermediate_size
+    matrices = 2 if decoder.family.activation == "relu2" else 3
     if experts is not None and experts.layers[layer]:
-        width = experts.topk * experts.intermediate_size + experts.shared_size
-    return attention + 3 * hidden * width
+        chosen = experts.topk * experts.intermediate_size * (experts.latent_size or hidden)
+        mlp = matrices * (chosen + experts.shared_size * hidden)
+    else:
+        mlp = matrices * hidden * decoder.intermediate_size
+    if decoder.mixers is not None:
+        return attention if decoder.attends(layer) else mlp
+    return attention + mlp
 
 
 def collective_us(size: int, read: int, hardware: HardwareConfig) -> float:
@@ -132,7 +137,8 @@ def price_parts(draft: DraftFacts, cut: DraftFacts, shape: CycleShape, itemsize:
         return layer_numbers(decoder, layer, inputs) - layer_numbers(cut.decoder, layer, inputs)
 
     ran = [(run, layer) for run in passes for layer in layers_of(run)]
-    sums = [run.rows * decoder.hidden_size * itemsize for run, _ in ran for _ in range(2)]
+    blocks = 2 if decoder.mixers is None else 1
+    sums = [run.rows * decoder.hidden_size * itemsize for run, _ in ran for _ in range(blocks)]
     found = [price("layers", sum(saved_in(layer) for _, layer in ran), sums)]
     if draft.owns_head:
         rows = -(-draft.draft_vocab_size // size)

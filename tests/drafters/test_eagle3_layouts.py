@@ -39,6 +39,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "speculators 3.1": ("speculators", {"extras": ("fc_norm",)}, {"fc_norm": True, "norm_output": True}),
     "speculators norm before fc": ("speculators", {"extras": ("input_norm",)}, {"norm_before_fc": True}),
     "modelopt": ("modelopt", {}, {}),
+    "modelopt norm output": ("modelopt", {}, {"eagle_config": {"return_hidden_post_norm": True, "parallel_draft_heads_num_layers": 1}}),
     "modelopt deep": ("modelopt", {"num_layers": 2}, {}),
     "modelopt biases": ("modelopt", {"extras": ("biases",)}, {"layer": BIASES}),
     "sglang deep": ("sglang", {"num_layers": 2}, {}),
@@ -98,8 +99,8 @@ def test_published_heads_equal_the_equations(name: str, tmp_path: Any, deep_targ
     assert draft.facts.decoder.num_layers == sizes.get("num_layers", 1)
     assert [layer.self_attn.layer for layer in draft.layers] == list(range(sizes.get("num_layers", 1)))
     flags = {**spelling, **spelling.get("eagle_config", {})}
-    options = {key: flags.get(key, False) for key in ("norm_before_residual", "norm_output")}
-    assert_equals_reference(draft, target, raw, **options)
+    output = flags.get("norm_output", False) or flags.get("return_hidden_post_norm", False)
+    assert_equals_reference(draft, target, raw, norm_before_residual=flags.get("norm_before_residual", False), norm_output=output)
     assert torch.equal(draft.target_token_Vd, raw["d2t"] + torch.arange(23))
 
 

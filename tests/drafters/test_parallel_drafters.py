@@ -11,6 +11,7 @@ from graphspec.api.llm import LLM, SamplingParams
 from tests.drafters.test_variants import mixed
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.engines import SMALL, Pair, ids, prompts
+from tests.support.features import of_family
 from tests.support.parallel_checkpoints import BLOCK, ParallelDraft, dflash_tensors, favouring_target, parallel_drafts, write_dflash
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ def drafts(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 def case(variant: str, name: str, shape: dict[str, int], page_size: int, rows: int, run_ahead: int) -> Any:
     shown = ["chain" if shape["topk"] == 1 else "tree", f"pages of {page_size}", "batch", *(["run-ahead"] if run_ahead else [])]
     words = f"{name}-{shape['num_steps']}-{shape['topk']}-{shape['num_draft_tokens']}"
-    return pytest.param(name, shape, page_size, rows, run_ahead, marks=pytest.mark.covers(variant, *COVERED, *shown), id=words)
+    marks = (pytest.mark.covers(variant, *COVERED, *shown), of_family("LlamaForCausalLM", variant, shown[0]))
+    return pytest.param(name, shape, page_size, rows, run_ahead, marks=marks, id=words)
 
 
 def covering(feature: str, drafts: dict[str, str] = BOTH) -> Any:

@@ -19,6 +19,7 @@ from graphspec.graphs.stages.mailbox import Message
 from graphspec.shapes import GraphKey
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention
 from tests.support.engines import ids, prompts
+from tests.support.features import of_family
 from tests.support.variants import Family, build_family
 
 LENGTH = 18
@@ -110,9 +111,15 @@ def variant_of(name: str) -> str:
     return name.partition("-")[0]
 
 
+def of_llama(name: str, shape: dict[str, Any], *columns: str) -> pytest.MarkDecorator:
+    """What a case shows of its target's family."""
+    kind = [] if name == "none" else ["chain" if shape.get("topk") == 1 else "tree"]
+    return of_family("LlamaForCausalLM", variant_of(name), *kind, *columns)
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "page_size", "batch", "rows", "run_ahead"),
-    [pytest.param(*case, marks=pytest.mark.covers(variant_of(case[0]), *covered(*case))) for case in CASES],
+    [pytest.param(*case, marks=(pytest.mark.covers(variant_of(case[0]), *covered(*case)), of_llama(*case[:2]))) for case in CASES],
     ids=name_of,
 )
 def test_output_is_the_targets_own(

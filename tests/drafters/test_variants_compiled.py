@@ -11,7 +11,7 @@ from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.engines import ids, prompts
 from tests.support.variants import Family, build_family
 
-from .test_variants import make, name_of, variant_of
+from .test_variants import make, name_of, of_llama, variant_of
 
 pytestmark = pytest.mark.kernels
 
@@ -32,7 +32,9 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [pytest.param(*case, marks=pytest.mark.covers(variant_of(case[0]), "compiled")) for case in CASES], ids=name_of
+    ("name", "shape"),
+    [pytest.param(*case, marks=(pytest.mark.covers(variant_of(case[0]), "compiled"), of_llama(*case, "compiled"))) for case in CASES],
+    ids=name_of,
 )
 def test_compiled_cycles_give_the_targets_own_tokens(family: Family, name: str, shape: dict[str, Any]) -> None:
     run_ahead = 0 if name == "ngram_trie" else 1

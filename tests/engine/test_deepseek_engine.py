@@ -15,7 +15,8 @@ from graphspec.api.llm import generate_through
 from tests.drafters.test_variants import Watch
 from tests.support.checkpoints import VOCAB_SIZE, eagle3_tensors, write_eagle3
 from tests.support.engines import ids, prompts
-from tests.support.moe_checkpoints import HIDDEN, YARN, HeadOfTransformers, add_heads, greedy, head_tensors, write_mixture
+from tests.support.features import of_family
+from tests.support.moe_checkpoints import HIDDEN, YARN, HeadOfTransformers, add_heads, greedy, head_tensors, mixture_of, write_mixture
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,26 +46,35 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, A
     return made
 
 
-@pytest.mark.parametrize(
-    ("family", "variant", "shape", "page_size", "rows"),
-    [
-        ("deepseek_v2", "none", {}, 16, 3),
-        ("deepseek_v3", "none", {}, 1, 1),
-        ("deepseek_v3", "none", {}, 16, 3),
-        *(("deepseek_v3", "mtp", shape, page_size, rows) for shape in (CHAIN, TREE) for page_size in (1, 16) for rows in (1, 3)),
-        ("glm4_moe", "none", {}, 16, 3),
-        ("glm4_moe", "mtp", CHAIN, 4, 3),
-        ("glm4_moe", "mtp", TREE, 16, 3),
-        ("glm4_moe_lite", "none", {}, 4, 3),
-        ("glm4_moe_lite", "mtp", CHAIN, 16, 1),
-        ("glm4_moe_lite", "mtp", TREE, 4, 3),
-        ("deepseek_v2", "mtp", CHAIN, 16, 1),
-        ("deepseek_v2", "mtp", TREE, 1, 3),
-        ("deepseek_v3", "mtp", WIDE, 4, 3),
-        ("deepseek_v3", "mtp", STATIC, 4, 3),
-        ("deepseek_v3", "ngram", {}, 4, 3),
-    ],
-)
+CASES: list[tuple[str, str, dict[str, Any], int, int]] = [
+    ("deepseek_v2", "none", {}, 16, 3),
+    ("deepseek_v3", "none", {}, 1, 1),
+    ("deepseek_v3", "none", {}, 16, 3),
+    *(("deepseek_v3", "mtp", shape, page_size, rows) for shape in (CHAIN, TREE) for page_size in (1, 16) for rows in (1, 3)),
+    ("glm4_moe", "none", {}, 16, 3),
+    ("glm4_moe", "mtp", CHAIN, 4, 3),
+    ("glm4_moe", "mtp", TREE, 16, 3),
+    ("glm4_moe_lite", "none", {}, 4, 3),
+    ("glm4_moe_lite", "mtp", CHAIN, 16, 1),
+    ("glm4_moe_lite", "mtp", TREE, 4, 3),
+    ("deepseek_v2", "mtp", CHAIN, 16, 1),
+    ("deepseek_v2", "mtp", TREE, 1, 3),
+    ("deepseek_v3", "mtp", WIDE, 4, 3),
+    ("deepseek_v3", "mtp", STATIC, 4, 3),
+    ("deepseek_v3", "ngram", {}, 4, 3),
+]
+
+
+def cases() -> list[Any]:
+    """:data:`CASES` with what each shows."""
+    found = []
+    for family, variant, shape, *rest in CASES:
+        kind = [] if variant != "mtp" else ["chain" if shape.get("topk") == 1 else "tree"]
+        found.append(pytest.param(family, variant, shape, *rest, marks=of_family(mixture_of(family), variant, *kind)))
+    return found
+
+
+@pytest.mark.parametrize(("family", "variant", "shape", "page_size", "rows"), cases())
 def test_output_is_the_targets_own(targets: Any, family: str, variant: str, shape: dict[str, Any], page_size: int, rows: int) -> None:
     path, model, _ = targets[family]
     llm = LLM(path, variant=variant, **shape, **SMALL, page_size=page_size, max_rows=rows)
@@ -95,6 +105,7 @@ def test_cycles_in_flight_and_preemption_change_nothing(targets: Any) -> None:
         assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=LENGTH))) == expected
 
 
+@of_family("DeepseekV3ForCausalLM", "eagle3", "tree")
 def test_an_eagle3_head_with_a_latent_target(targets: Any, tmp_path: Path) -> None:
     """The draft's pool has keys and values, the target's latent rows."""
     path, model, _ = targets["deepseek_v3"]

@@ -15,8 +15,9 @@ import graphspec
 from graphspec.api import llm as llm_module
 from graphspec.api.llm import LLM, SamplingParams
 from graphspec.facts import ModelFacts, read_model_facts
-from tests.support.checkpoints import VOCAB_SIZE, build_hf
+from tests.support.checkpoints import VOCAB_SIZE, architecture_of, build_hf
 from tests.support.engines import CHAIN, MIRROR_VOCAB, TREE, WIDE, Pair, ids, mirror_pair, prompts, random_pair, watch_schedulers
+from tests.support.features import marked
 
 LENGTH = 22
 """New tokens per request."""
@@ -192,6 +193,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-yarn": ("llama", {"rope_parameters": {**YARN, "rope_theta": 10000.0}}),
     "mistral": ("mistral", {"sliding_window": None, "num_key_value_heads": 1}),
     "mistral-window": ("mistral", {"sliding_window": 7}),
+    "ministral3": ("ministral3", {"rope_parameters": {**YARN, "rope_theta": 1e6, "llama_4_scaling_beta": 0.3}}),
     "qwen2": ("qwen2", {"head_dim": None}),
     "qwen2-tied-window": (
         "qwen2",
@@ -218,6 +220,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {"head_dim": 32}),
     "gemma2": ("gemma2", {"sliding_window": 6, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}),
     "gemma3": ("gemma3", {"sliding_window": 6, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24, "final_logit_softcapping": 4.0}),
+    "glm": ("glm", {"num_key_value_heads": 1}),
+    "glm4": ("glm4", {"num_key_value_heads": 1}),
+    "ernie4.5": ("ernie4_5", {"num_key_value_heads": 1}),
+    "ernie4.5-biases": ("ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
     "phi3": ("phi3", {"num_key_value_heads": 1}),
     "phi3-partly-rotated-window": (
         "phi3",
@@ -226,7 +232,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+def family_of(name: str) -> str:
+    """The architecture of a case."""
+    return architecture_of(FAMILIES[name][0])
+
+
+@pytest.mark.parametrize("name", marked(FAMILIES, family_of, "none", "eagle3", "chain", "tree"))
 def test_every_family_equals_transformers(name: str, tmp_path: Path) -> None:
     family, overrides = FAMILIES[name]
     pair = random_pair(tmp_path, build_hf(family, num_hidden_layers=3, eos_token_id=VOCAB_SIZE - 1, **overrides))

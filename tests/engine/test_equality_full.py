@@ -10,8 +10,9 @@ import pytest
 from graphspec.api.llm import SamplingParams
 from tests.support.checkpoints import VOCAB_SIZE, build_hf
 from tests.support.engines import CHAIN, TREE, WIDE, Pair, ids, mirror_pair, prompts, random_pair
+from tests.support.features import marked
 
-from .test_equality import FAMILIES, case_name
+from .test_equality import FAMILIES, case_name, family_of
 
 pytestmark = pytest.mark.full
 
@@ -60,7 +61,7 @@ def test_no_setting_changes_the_output(
                 assert ids(llm.generate(prompt_ids, params(temperature, batch))) == tokens[:batch], (batch, noise, temperature)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", marked(FAMILIES, family_of, "none", "eagle3", "chain", "tree", "compiled"))
 def test_every_family_and_shape_compiled(name: str, tmp_path: Any) -> None:
     family, overrides = FAMILIES[name]
     pair = random_pair(tmp_path, build_hf(family, num_hidden_layers=3, eos_token_id=VOCAB_SIZE - 1, **overrides))

@@ -15,7 +15,8 @@ from graphspec.graphs.cycle import Cycle
 from graphspec.shapes import GraphKey
 from tests.support.checkpoints import VOCAB_SIZE, build_hf, edit_json, write_hf
 from tests.support.engines import CHAIN, SMALL, TREE, Pair, idle_rows, ids, prompts, random_pair, watch_schedulers
-from tests.support.hybrid_checkpoints import build_hybrid, expert_head
+from tests.support.features import marked, of_family, shows
+from tests.support.hybrid_checkpoints import build_hybrid, expert_head, hybrid_of, mixer_head
 from tests.support.mtp_checkpoints import add_heads, head_tensors
 from tests.support.tiny import same_bits
 
@@ -34,7 +35,10 @@ WIDE_TREE = {"num_steps": 4, "topk": 3, "num_draft_tokens": 12}
 HOST = {"variant": "ngram_trie", "page_size": 4, **WIDE_TREE}
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next", "qwen3_5_moe", "nemotron_h", "granite_moe", "bamba", "falcon_h1"])
+FAMILIES = ("qwen3_5", "qwen3_next", "qwen3_5_moe", "nemotron_h", "granite_moe", "bamba", "falcon_h1")
+
+
+@pytest.fixture(scope="module", params=marked(FAMILIES, hybrid_of))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return random_pair(tmp_path_factory.mktemp(request.param), build_hybrid(request.param))
 
@@ -82,7 +86,15 @@ def consult(monkeypatch: pytest.MonkeyPatch, pair: Pair, prompt_ids: Sequence[Se
     return oracle
 
 
-@pytest.mark.parametrize("shape", [{"variant": "none"}, CHAIN, TREE, {"variant": "ngram", **TREE}], ids=["none", "chain", "tree", "ngram"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param({"variant": "none"}, id="none", marks=shows("none")),
+        pytest.param(CHAIN, id="chain", marks=shows("eagle3", "chain")),
+        pytest.param(TREE, id="tree", marks=shows("eagle3", "tree")),
+        pytest.param({"variant": "ngram", **TREE}, id="ngram", marks=shows("ngram", "tree")),
+    ],
+)
 def test_greedy_equals_transformers(pair: Pair, shape: dict[str, Any]) -> None:
     llm = pair.llm(**shape, page_size=4, max_rows=3)
     assert ids(llm.generate(PROMPTS, SamplingParams(max_tokens=LENGTH))) == expected(pair)
@@ -118,6 +130,7 @@ def test_preempted_rows_start_from_zero_states(dense: Pair, monkeypatch: pytest.
     assert made[-1].preempted > 0
 
 
+@of_family("Qwen3_5ForCausalLM", "mtp", "chain", "tree")
 def test_prediction_head_of_the_same_checkpoint(tmp_path: Path) -> None:
     model = build_hybrid("qwen3_5")
     path = add_heads(write_hf(model, tmp_path), head_tensors("qwen"), mtp_num_hidden_layers=1)
@@ -127,10 +140,26 @@ def test_prediction_head_of_the_same_checkpoint(tmp_path: Path) -> None:
         assert ids(llm.generate(PROMPTS, SamplingParams(max_tokens=LENGTH))) == expected(pair)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", marked(("qwen3_next", "qwen3_5_moe"), hybrid_of, "mtp", "chain", "tree"))
 def test_prediction_head_with_experts(family: str, tmp_path: Path) -> None:
     model = build_hybrid(family)
     path = add_heads(write_hf(model, tmp_path), expert_head(family, stacked=family == "qwen3_5_moe")[0], mtp_num_hidden_layers=1)
+    pair = Pair(path, path, model)
+    seeded = [SamplingParams(max_tokens=LENGTH, temperature=0.8, seed=seed) for seed in range(len(PROMPTS))]
+    sampled = ids(pair.llm(variant="none", page_size=4).generate(PROMPTS, seeded))
+    for shape in (CHAIN, TREE):
+        llm = LLM(path, variant="mtp", **SMALL, **shape, page_size=4)
+        assert ids(llm.generate(PROMPTS, SamplingParams(max_tokens=LENGTH))) == expected(pair)
+        assert ids(llm.generate(PROMPTS, seeded)) == sampled
+
+
+@pytest.mark.parametrize("family", marked(("nemotron_h_moe", "nemotron_h_latent"), hybrid_of, "mtp", "chain", "tree"))
+def test_prediction_head_of_one_net_per_layer(family: str, tmp_path: Path) -> None:
+    """Its experts come before its attention, or after it."""
+    model = build_hybrid(family)
+    kinds = ("moe", "full_attention") if family == "nemotron_h_moe" else ("full_attention", "moe")
+    config = {"num_nextn_predict_layers": 1, "mtp_layers_block_type": list(kinds)}
+    path = add_heads(write_hf(model, tmp_path), mixer_head(family, kinds)[0], **config)
     pair = Pair(path, path, model)
     seeded = [SamplingParams(max_tokens=LENGTH, temperature=0.8, seed=seed) for seed in range(len(PROMPTS))]
     sampled = ids(pair.llm(variant="none", page_size=4).generate(PROMPTS, seeded))

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from graphspec.facts import RecurrentFacts
-from graphspec.facts.families import NEMOTRON_H, QWEN3_5
+from graphspec.facts.hybrid_families import NEMOTRON_H, QWEN3_5
 from graphspec.facts.recurrent import SsmFacts
 from graphspec.graphs.stages.verify import Verify
 from graphspec.shapes import GREEDY, SAMPLED, CycleShape, SamplingClass

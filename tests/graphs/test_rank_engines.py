@@ -12,7 +12,7 @@ from graphspec.models.quantise import quantise
 from tests.support import mtp_checkpoints
 from tests.support.checkpoints import VOCAB_SIZE, build_hf, write_hf
 from tests.support.engines import ids, random_pair
-from tests.support.hybrid_checkpoints import build_hybrid, expert_head
+from tests.support.hybrid_checkpoints import build_hybrid, expert_head, mixer_head
 from tests.support.mtp_checkpoints import LAYERS, add_heads, head_tensors
 from tests.support.rank_pair import CHAIN as DEMO_CHAIN
 from tests.support.rank_pair import NETWORKS, assert_same_drafts, rank_pair
@@ -66,6 +66,13 @@ def test_two_ranks_and_a_prediction_head_with_experts(tmp_path: Path, monkeypatc
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     raw, _ = expert_head("qwen3_next", stacked=False, **heads)
     target = add_heads(write_hf(build_hybrid("qwen3_next", **heads), tmp_path), raw, mtp_num_hidden_layers=1)
+    assert_same_tokens(monkeypatch, target, None, 2, shares=False, variant="mtp", draft_parallel="sharded", num_pages=14, **TREE)
+
+
+def test_two_ranks_and_a_prediction_head_of_one_net_per_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    raw, _ = mixer_head("nemotron_h_latent", **heads)
+    target = add_heads(write_hf(build_hybrid("nemotron_h_latent", **heads), tmp_path), raw, num_nextn_predict_layers=1)
     assert_same_tokens(monkeypatch, target, None, 2, shares=False, variant="mtp", draft_parallel="sharded", num_pages=14, **TREE)
 
 

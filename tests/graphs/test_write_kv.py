@@ -8,9 +8,12 @@ import pytest
 
 from graphspec import LLM, SamplingParams
 from graphspec.kernels.linear.linear import hidden_of
+from graphspec.models.decoder import MixerLayers
+from tests.support import mtp_checkpoints
 from tests.support.checkpoints import build_hf, eagle3_tensors, write_eagle3, write_hf
 from tests.support.depths import RandomDepth
 from tests.support.engines import CHAIN, ids, prompts
+from tests.support.hybrid_checkpoints import build_hybrid, mixer_head
 from tests.support.moe_checkpoints import add_heads, head_tensors, write_mixture
 from tests.support.variants import build_family
 
@@ -28,13 +31,17 @@ def last_mlp(draft: Any) -> nn.Module:
     if hasattr(draft, "heads"):
         draft = draft.heads[-1]
     layers = draft.model.layers if hasattr(draft, "model") else getattr(draft, "layers", [getattr(draft, "layer", None)])
-    return layers[-1].mlp
+    return layers[-1][-1].mixer if isinstance(layers[-1], MixerLayers) else layers[-1].mlp
 
 
 def make(path: Path, name: str, **keys: Any) -> LLM:
     if name == "latent mtp":
         target, _ = write_mixture(path, "deepseek_v3", easy=True, num_hidden_layers=2, **LATENT)
         return LLM(add_heads(target, head_tensors("deepseek_v3", 2, **LATENT)), variant="mtp", runtime="eager", **CHAIN, **keys)
+    if name == "mtp of one net per layer":
+        model = build_hybrid("nemotron_h_moe")
+        target = mtp_checkpoints.add_heads(write_hf(model, path), mixer_head("nemotron_h_moe")[0], num_nextn_predict_layers=1)
+        return LLM(target, variant="mtp", runtime="eager", **CHAIN, **keys)
     if name.startswith("eagle3"):
         target = write_hf(build_hf("llama", num_hidden_layers=6, max_position_embeddings=96), path / "target")
         count = int(name[-1])
@@ -44,7 +51,10 @@ def make(path: Path, name: str, **keys: Any) -> LLM:
     return build_family(path).llm(name, **shape, **keys)
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3, layers 1", "eagle3, layers 2", "mtp-1", "mtp-3", "standalone", "latent mtp"])
+NAMES = ("eagle", "eagle3, layers 1", "eagle3, layers 2", "mtp-1", "mtp-3", "standalone", "latent mtp", "mtp of one net per layer")
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_equals_what_the_whole_network_writes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of several chunks, and catching up where the depth may change."""
     depths = {} if name == "mtp-3" else {"depths": [0, 1], "backlog": 6}

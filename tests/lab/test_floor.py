@@ -17,7 +17,7 @@ from graphspec.config.compose import load_config
 from graphspec.config.schema import VariantConfig
 from graphspec.errors import ConfigError
 from graphspec.facts import ModelFacts, read_model_facts
-from graphspec.facts.families import QWEN3_5
+from graphspec.facts.hybrid_families import QWEN3_5
 from graphspec.facts.keys import Keys
 from graphspec.facts.quantisation import parse_quantisation
 from graphspec.facts.recurrent import read_gated_delta

@@ -23,6 +23,7 @@ from graphspec.plan.plan import make_plan
 from graphspec.shapes import CycleShape
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, edit_json, edit_tensors, write_folder, write_hf
 from tests.support.engines import ids, prompts
+from tests.support.features import marked
 from tests.support.moe_checkpoints import (
     HIDDEN,
     LAYERS,
@@ -32,6 +33,7 @@ from tests.support.moe_checkpoints import (
     build_mixture,
     greedy,
     head_tensors,
+    mixture_of,
     write_mixture,
 )
 
@@ -70,7 +72,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, lambda name: mixture_of(CASES[name][0]), "logits"))
 @torch.inference_mode()
 def test_logits_and_taps_equal_transformers(name: str, tmp_path: Path) -> None:
     family, overrides = CASES[name]

@@ -19,6 +19,7 @@ from graphspec.models.stack import pack_network
 from graphspec.models.target import load_target
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, eagle3_tensors, edit_json, write_eagle3, write_hf
 from tests.support.engines import ids, prompts
+from tests.support.features import of_family
 from tests.support.moe_checkpoints import HIDDEN, build_mixture, greedy, write_mixture
 from tests.support.plans import plan
 from tests.support.quantised_checkpoints import quantise_gpt_oss
@@ -79,6 +80,7 @@ def assert_equals_transformers(folder: Path, model: Any, taps: tuple[int, ...], 
     assert torch.equal(pairs[0][0].argmax(-1), outputs[0].argmax(-1))
 
 
+@of_family("GptOssForCausalLM", "logits")
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", CASES)
 @torch.inference_mode()
@@ -111,6 +113,7 @@ def mxfp4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return quantise_gpt_oss(write_mixture(path / "source", "gpt_oss", easy=True, max_position_embeddings=96, **WIDE)[0], path)
 
 
+@of_family("GptOssForCausalLM", "codes")
 @pytest.mark.parametrize("native", [False, True])
 @torch.inference_mode()
 def test_experts_in_mxfp4_have_the_numbers_of_transformers(mxfp4: tuple[Path, Path], native: bool) -> None:
@@ -134,6 +137,7 @@ def test_experts_in_mxfp4_have_the_numbers_of_transformers(mxfp4: tuple[Path, Pa
 CHAIN, TREE = {"num_steps": 3, "topk": 1, "num_draft_tokens": 4}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}
 
 
+@of_family("GptOssForCausalLM", "none", "ngram", "eagle3", "standalone", "chain", "tree")
 @pytest.mark.parametrize("packed", [False, True], ids=["numbers", "mxfp4"])
 def test_output_is_the_targets_own(packed: bool, mxfp4: tuple[Path, Path], tmp_path: Path) -> None:
     target = mxfp4[0] if packed else mxfp4[1]

@@ -15,6 +15,7 @@ from graphspec.facts import read_model_facts
 from graphspec.models.target import load_target
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, edit_json, write_hf
 from tests.support.engines import ids, prompts
+from tests.support.features import marked, of_family
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,6 +50,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def architecture(name: str) -> str:
+    """That of a case's row."""
+    return "Mistral4ForCausalLM" if name == "mistral4" else f"{CASES[name][0]}ForConditionalGeneration"
+
+
 def build(name: str) -> Any:
     """A random model that sees images, of tiny parts."""
     prefix, model_type, text, vision = CASES[name]
@@ -67,7 +73,7 @@ def build(name: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, architecture, "logits"))
 @torch.inference_mode()
 def test_logits_for_text_equal_transformers(name: str, tmp_path: Path) -> None:
     model = build(name)
@@ -96,6 +102,7 @@ def test_older_and_newer_names_are_the_same_model(tmp_path: Path) -> None:
     assert all(torch.equal(older, newer) for older, newer in zip(*found, strict=True))
 
 
+@of_family("Mistral3ForConditionalGeneration", "none", "ngram", "standalone", "tree")
 def test_an_engine_drafts_and_verifies_over_it(tmp_path: Path) -> None:
     """Queries that grow with the position, in trees and chains."""
     model = build("ministral3")

@@ -14,7 +14,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 from graphspec.facts import read_model_facts
 from graphspec.models.layers import Embedding, RMSNorm
 from graphspec.models.target import load_target
-from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, build_hf, write_hf
+from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, architecture_of, build_hf, write_hf
+from tests.support.features import marked
 
 TAPS = (0, 1, 3, 5)
 LENGTH = 40
@@ -44,6 +45,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral-window": ("mistral", {"sliding_window": 7, "num_key_value_heads": 1}),
     "mistral-no-window": ("mistral", {"sliding_window": None}),
+    "ministral3-growing-queries": ("ministral3", {"rope_parameters": {**YARN, "rope_theta": 1e6, "llama_4_scaling_beta": 0.3}}),
     "qwen2": ("qwen2", {"head_dim": None}),
     "qwen2-tied-window": (
         "qwen2",
@@ -106,6 +108,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "glm": ("glm", {"num_key_value_heads": 1}),
+    "glm4": ("glm4", {"num_key_value_heads": 1}),
+    "glm4-tied-no-bias-another-part": (
+        "glm4",
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "head_dim": 12,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.85},
+        },
+    ),
+    "ernie4.5": ("ernie4_5", {"num_key_value_heads": 1}),
+    "ernie4.5-biases-apart-yarn": (
+        "ernie4_5",
+        {"use_bias": True, "tie_word_embeddings": False, "head_dim": 20, "rope_parameters": {**YARN, "rope_theta": 10000.0}},
+    ),
     "phi3": ("phi3", {"num_key_value_heads": 1}),
     "phi3-partly-rotated-window": (
         "phi3",
@@ -130,7 +148,7 @@ def in_float64(model: Any) -> Any:
     return wide
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, lambda name: architecture_of(CASES[name][0]), "logits"))
 @torch.inference_mode()
 def test_logits_and_taps_equal_transformers(name: str, tmp_path: Any) -> None:
     family, overrides = CASES[name]

@@ -1,4 +1,4 @@
-"""Qwen3-MoE as target and as draft: against transformers on the same checkpoint, and checkpoints that are refused."""
+"""Mixtures of experts over keys and values as target and as draft: against transformers on one checkpoint, and what is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from graphspec.models.layers import use_kernels
 from graphspec.models.target import load_target
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, eagle3_tensors, edit_json, edit_tensors, write_eagle3, write_hf
 from tests.support.engines import ids, prompts
-from tests.support.moe_checkpoints import HIDDEN, LAYERS, build_mixture, greedy, write_mixture
+from tests.support.features import marked, of_family, shows
+from tests.support.moe_checkpoints import HIDDEN, LAYERS, build_mixture, greedy, mixture_of, write_mixture
 
 from .test_models import in_float64
 
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LENGTH = 24
-OTHERS = ("dots1", "glm4_moe", "glm4_moe, plain", "gpt_oss", "mixtral", "minimax_m2")
+OTHERS = (
+    "dots1", "glm4_moe", "glm4_moe, plain", "gpt_oss", "mixtral", "minimax_m2", "qwen2_moe", "qwen2_moe, windows, one dense layer", "olmoe",
+    "ernie4_5_moe",
+)  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "weights-as-they-come": {"norm_topk_prob": False},
@@ -40,10 +44,15 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", (*CASES, *OTHERS))
+def mixture(name: str) -> str:
+    """The family of a case."""
+    return name if name in OTHERS else "qwen3_moe"
+
+
+@pytest.mark.parametrize("name", marked((*CASES, *OTHERS), lambda name: mixture_of(mixture(name)), "logits"))
 @torch.inference_mode()
 def test_logits_and_taps_equal_transformers(name: str, tmp_path: Path) -> None:
-    model = build_mixture(name if name in OTHERS else "qwen3_moe", **CASES.get(name, {}))
+    model = build_mixture(mixture(name), **CASES.get(name, {}))
     taps = (0, 2)
     facts = read_model_facts(write_hf(model, tmp_path, shard_size="40KB" if name == "tied" else None))
     ours = load_target(facts, taps, LENGTH, torch.float32, "cpu")
@@ -201,25 +210,45 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Pat
 CHAIN, TREE = {"num_steps": 3, "topk": 1, "num_draft_tokens": 4}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}
 
 
-def test_a_windowed_mixture_drafts_and_verifies(tmp_path: Path) -> None:
-    """Dots 1: experts as DeepSeek's over keys and values, the last layers with a window."""
-    target, model = write_mixture(tmp_path, "dots1", easy=True, max_position_embeddings=96)
+OVER_KEYS = ("dots1", "glm4_moe", "mixtral", "minimax_m2", "qwen2_moe, windows, one dense layer", "olmoe", "ernie4_5_moe")
+DRAFTED = (*OVER_KEYS, "mistral4")
+
+
+@pytest.mark.parametrize("family", marked(DRAFTED, mixture_of, "none", "ngram", "standalone", "chain", "tree"))
+def test_other_mixtures_draft_and_verify(family: str, tmp_path: Path) -> None:
+    target, model = write_mixture(tmp_path, family, easy=True, max_position_embeddings=96)
     prompt_ids = prompts(3, vocab=VOCAB_SIZE)
     expected = [greedy(model, prompt, 16) for prompt in prompt_ids]
-    for variant in ({"variant": "none"}, {"variant": "ngram"}, {"variant": "standalone", "draft": target, **TREE}):
+    whole = {"variant": "standalone", "draft": target}
+    for variant in ({"variant": "none"}, {"variant": "ngram"}, {**whole, **CHAIN}, {**whole, **TREE}):
         assert ids(LLM(target, runtime="eager", max_rows=2, **variant).generate(prompt_ids, SamplingParams(max_tokens=16))) == expected
 
 
+COMPILED = ("qwen3_moe", *OVER_KEYS, "gpt_oss")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", marked(COMPILED, mixture_of, "ngram", "tree", "compiled"))
+def test_compiled_mixtures_decode_the_same(family: str, tmp_path: Path) -> None:
+    """Their experts are one native op, next to compiled ones."""
+    target, model = write_mixture(tmp_path, family, easy=True, max_position_embeddings=96)
+    prompt_ids = prompts(3, vocab=VOCAB_SIZE)
+    llm = LLM(target, runtime="compiled", variant="ngram", max_rows=2, buckets=[2], **TREE)
+    assert llm.decoders["target"] == "op by op: mixtures of experts"
+    assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=16))) == [greedy(model, prompt, 16) for prompt in prompt_ids]
+
+
+@of_family("Qwen3MoeForCausalLM")
 @pytest.mark.parametrize(
     ("variant", "shape", "page_size", "rows"),
     [
-        ("none", {}, 16, 1),
-        ("none", {}, 1, 3),
-        ("eagle3", CHAIN, 16, 3),
-        ("eagle3", TREE, 1, 1),
-        ("standalone", CHAIN, 1, 3),
-        ("standalone", TREE, 16, 3),
-        ("ngram", {}, 16, 3),
+        pytest.param("none", {}, 16, 1, marks=shows("none")),
+        pytest.param("none", {}, 1, 3, marks=shows("none")),
+        pytest.param("eagle3", CHAIN, 16, 3, marks=shows("eagle3", "chain")),
+        pytest.param("eagle3", TREE, 1, 1, marks=shows("eagle3", "tree")),
+        pytest.param("standalone", CHAIN, 1, 3, marks=shows("standalone", "chain")),
+        pytest.param("standalone", TREE, 16, 3, marks=shows("standalone", "tree")),
+        pytest.param("ngram", {}, 16, 3, marks=shows("ngram")),
     ],
 )
 def test_output_is_the_targets_own(checkpoints: Any, variant: str, shape: dict[str, Any], page_size: int, rows: int) -> None:

@@ -22,7 +22,8 @@ from graphspec.models.target import load_target
 from graphspec.plan.buffers import declare_slots
 from graphspec.plan.plan import make_plan
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, write_hf
-from tests.support.hybrid_checkpoints import build_hybrid
+from tests.support.features import marked
+from tests.support.hybrid_checkpoints import build_hybrid, hybrid_of
 from tests.support.rank_threads import ThreadComm, count_numbers_read, together
 
 LENGTH = 70
@@ -40,13 +41,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "one-net-per-layer": ("nemotron_h", {}),
     "one-net-per-layer-biases": ("nemotron_h", {"mlp_bias": True, "use_bias": True, "use_conv_bias": False, "n_groups": 4, **UNCLAMPED}),
     "experts-without-a-gate": ("nemotron_h_moe", {}),
+    "experts-over-a-compressed-stream": ("nemotron_h_latent", {}),
     "one-group": ("granite", {"mamba_n_groups": 1, "mamba_proj_bias": True, "tie_word_embeddings": True}),
     "groups-across-ranks": ("granite_moe", UNEVEN),
     "bamba": ("bamba", {"mlp_bias": True, "attention_bias": True, "mamba_proj_bias": True}),
 }
 NORMS = {
-    ("one-net-per-layer", 4): 2, ("experts-without-a-gate", 4): 2, ("one-group", 2): 3, ("one-group", 4): 3,
-    ("groups-across-ranks", 2): 3, ("groups-across-ranks", 4): 3, ("bamba", 4): 2,
+    ("one-net-per-layer", 4): 2, ("experts-without-a-gate", 4): 2, ("experts-over-a-compressed-stream", 4): 2, ("one-group", 2): 3,
+    ("one-group", 4): 3, ("groups-across-ranks", 2): 3, ("groups-across-ranks", 4): 3, ("bamba", 4): 2,
 }  # fmt: skip
 """By case and ranks, the layers in which a group of heads lies on several ranks, and is normed over them."""
 
@@ -83,7 +85,7 @@ def prompts(facts: ModelFacts) -> DenseAttention:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, lambda name: hybrid_of(CASES[name][0]), "ranks"))
 def test_ranks_together_have_the_logits_of_transformers(name: str, size: int, tmp_path: Path) -> None:
     model = build(name, tmp_path)
     facts, comm = read_model_facts(tmp_path), ThreadComm(size)

@@ -18,8 +18,9 @@ from graphspec.models.decoder import Decoder
 from graphspec.models.layers import join_ranks
 from graphspec.models.target import load_target
 from graphspec.models.vocabulary import VocabParallelLinear
-from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, build_hf, write_hf
-from tests.support.moe_checkpoints import build_mixture
+from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, architecture_of, build_hf, write_hf
+from tests.support.features import marked
+from tests.support.moe_checkpoints import build_mixture, mixture_of
 from tests.support.rank_threads import ThreadComm, count_numbers_read, together
 
 from .test_models import in_float64
@@ -37,6 +38,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "window": ("mistral", {**FOUR, "num_key_value_heads": 2, "sliding_window": 7}),
     "fused-tensors": ("phi3", {**FOUR, "num_key_value_heads": 2}),
     "norms-of-all-heads": ("olmo2", {**FOUR, "num_key_value_heads": 4}),
+    "rotated-neighbours": ("glm4", {**FOUR, "num_key_value_heads": 1}),
     "norms-of-copied-heads": ("olmo2", {**FOUR, "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 3}),
 }
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -44,6 +46,8 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "latent": ("deepseek_v2", {}),
     "latent-compressed-queries": ("deepseek_v3", {"attention_bias": True}),
     "sinks-and-biased-experts": ("gpt_oss", {}),
+    "corrected-softmax": ("ernie4_5_moe", {}),
+    "norms-of-all-heads-experts": ("olmoe", {"num_key_value_heads": 4}),
 }
 CASES = DENSE | MIXTURES
 
@@ -55,8 +59,13 @@ def build(name: str, path: Path) -> Any:
     return model
 
 
+def architecture(name: str) -> str:
+    """The class of transformers of a case."""
+    return (mixture_of if name in MIXTURES else architecture_of)(CASES[name][0])
+
+
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, architecture, "ranks"))
 def test_ranks_together_have_the_logits_of_transformers(name: str, size: int, tmp_path: Path) -> None:
     model = build(name, tmp_path)
     facts, comm = read_model_facts(tmp_path), ThreadComm(size)
@@ -71,7 +80,7 @@ def test_ranks_together_have_the_logits_of_transformers(name: str, size: int, tm
             return ours.lm_head.gather(ours.logits(found.hidden_BTH)), found.feature_BTF
 
     (logits, features), *others = together(size, run)
-    blocks = 3 if DENSE.get(name, ("",))[0] == "olmo2" else 2  # queries and keys are normed over all ranks
+    blocks = 3 if CASES[name][0] in ("olmo2", "olmoe") else 2  # queries and keys are normed over all ranks
     assert comm.calls == {"sums": 1 + blocks * facts.num_layers, "gathers": 1}
     assert sum(comm.calls.values()) == sums_of(facts.of_rank(0, size), size)
     for other_logits, other_features in others:

@@ -14,7 +14,8 @@ from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextCon
 
 from graphspec.errors import CheckpointError
 from graphspec.facts import RopeFacts, read_model_facts
-from graphspec.facts.families import QWEN3, QWEN3_5
+from graphspec.facts.families import QWEN3
+from graphspec.facts.hybrid_families import QWEN3_5
 from graphspec.facts.keys import Keys
 from graphspec.facts.model import read_decoder
 from graphspec.facts.rope import NO_ROPE

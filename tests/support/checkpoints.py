@@ -23,10 +23,16 @@ VOCAB_SIZE = 61
 FAMILIES = {
     "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2", "phi3": "Phi3", "olmo3": "Olmo3",
     "smollm3": "SmolLM3", "exaone4": "Exaone4", "granite": "Granite", "seed_oss": "SeedOss",
-    "gemma": "Gemma", "gemma2": "Gemma2", "gemma3": "Gemma3",
+    "gemma": "Gemma", "gemma2": "Gemma2", "gemma3": "Gemma3", "glm": "Glm", "glm4": "Glm4", "ernie4_5": "Ernie4_5",
+    "ministral3": "Ministral3",
 }  # fmt: skip
 CONFIGS = {"gemma3": "Gemma3Text"}
 """Names of configurations that don't follow from those of the models."""
+
+
+def architecture_of(family: str) -> str:
+    """The class of transformers that :func:`build_hf` builds."""
+    return f"{FAMILIES[family]}ForCausalLM"
 
 
 def build_hf(family: str, *, seed: int = 0, **overrides: Any) -> Any:
@@ -49,9 +55,8 @@ def build_hf(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     }
     if values["head_dim"] is None:  # a key Qwen2's configuration doesn't have
         del values["head_dim"]
-    name = FAMILIES[family]
-    config = getattr(transformers, f"{CONFIGS.get(family, name)}Config")(**values)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    config = getattr(transformers, f"{CONFIGS.get(family, FAMILIES[family])}Config")(**values)
+    model = getattr(transformers, architecture_of(family))(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, parameter in model.named_parameters():

@@ -1,30 +1,76 @@
-"""docs/features.md from a test run: which features of which variant a green test showed. ``make features`` writes the page."""
+"""docs/features.md from a test run: what green tests showed of each variant and of each family. ``make features`` writes the page."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from graphspec.config.catalog import VARIANTS
+from graphspec.facts.families import FAMILIES, find_family
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "features.md"
-HEAD = """# Features by variant
+HEAD = """# What was tested with what
 
-This page is written by `make features` from the tests that passed in that run (their marker `covers` says what they show). An empty
-cell: no such test exists for the variant, or it has no meaning there. All of it on a CPU in float32; what a GPU has shown is in
-[testing](testing.md).
+This page is written by `make features` from the tests that passed in that run: a number counts them, and an empty cell means that there is
+no such test, or that it has no meaning there. All of it on a CPU in float32; what a GPU has shown is in [testing](testing.md).
+
 """
+BY_VARIANT = """## By variant
+
+Tests say what they show by their marker `covers`.
+
+"""
+BY_FAMILY = """## By family
+
+Rows are those of `graphspec/facts/families.py`; tests name theirs by the marker `of_family`. *logits*: those of transformers. Variants,
+*chain* and *tree*: greedy tokens of an engine are those of transformers. *compiled*: such tokens from compiled cycles. *native*: all layers
+of a pass are one native op. *ranks*: logits of several ranks together. *codes*: weights of low precision in safetensors. The tests of all
+tiers fill this table: `make features-of-families` writes it alone.
+
+"""
+COLUMNS = ("logits", "GGUF", "codes", *VARIANTS, "chain", "tree", "compiled", "native", "ranks")
+"""Of the table by family."""
+
+
+def of_family(architecture: str, *columns: str) -> pytest.MarkDecorator:
+    """The marker of a test of a family.
+
+    Args:
+        architecture: one of the family's.
+        columns: of the table, that a green run fills.
+    """
+    family = find_family(architecture)
+    assert family is not None and not family.refused, architecture
+    return pytest.mark.of_family(family.name, *_known(columns))
+
+
+def shows(*columns: str) -> pytest.MarkDecorator:
+    """The same where another marker of the test names the family."""
+    return pytest.mark.of_family("", *_known(columns))
+
+
+def _known(columns: tuple[str, ...]) -> tuple[str, ...]:
+    assert set(columns) <= set(COLUMNS), columns
+    return columns
+
+
+def marked(names: Iterable[str], architecture: Callable[[str], str], *columns: str) -> list[Any]:
+    """Cases of a test, each a name, with the marker of the family that ``architecture`` finds."""
+    return [pytest.param(name, marks=of_family(architecture(name), *columns)) for name in names]
 
 
 class FeatureTable:
-    """A pytest plugin that collects the ``covers`` markers of tests by outcome."""
+    """A pytest plugin that collects the markers of tests by outcome, and writes the page, or the table by family alone."""
 
-    def __init__(self) -> None:
-        self.passed: dict[tuple[str, str], int] = defaultdict(int)
-        self.failed: set[tuple[str, str]] = set()
+    def __init__(self, families_only: bool = False) -> None:
+        self.families_only = families_only
+        if families_only and not all(section in PAGE.read_text(encoding="utf-8") for section in (BY_VARIANT, BY_FAMILY)):
+            raise pytest.UsageError(f"{PAGE} has no table by variant that could stay: write all of it first")
+        self.variants, self.families = Outcomes(), Outcomes()
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
@@ -32,22 +78,53 @@ class FeatureTable:
         report = outcome.get_result()
         for marker in item.iter_markers("covers"):
             variant, *features = marker.args
-            for feature in features:
-                if report.failed:
-                    self.failed.add((variant, feature))
-                elif call.when == "call" and report.passed:
-                    self.passed[variant, feature] += 1
+            self.variants.add(report, call, [variant], features)
+        markers = [marker.args for marker in item.iter_markers("of_family")]
+        names = dict.fromkeys(name for name, *_ in markers if name)
+        self.families.add(report, call, names, dict.fromkeys(column for _, *columns in markers for column in columns))
 
     def pytest_sessionfinish(self) -> None:
-        PAGE.write_text(page(self.passed, self.failed), encoding="utf-8")
+        by_variant = variants_page(self.variants)
+        if self.families_only:
+            text = PAGE.read_text(encoding="utf-8")
+            by_variant = text[text.index(BY_VARIANT) : text.index(BY_FAMILY)]
+        PAGE.write_text(HEAD + by_variant + families_page(self.families), encoding="utf-8")
 
 
-def page(passed: dict[tuple[str, str], int], failed: set[tuple[str, str]]) -> str:
-    """The page's text; a cell is the number of green tests, or ``failed``."""
-    features = list(dict.fromkeys(feature for _, feature in (*passed, *failed)))
-    names = list(VARIANTS)
-    rows = [f"| feature | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
-    for feature in sorted(features):
-        cells = ["failed" if (n, feature) in failed else str(passed.get((n, feature), "")) for n in names]
-        rows.append(f"| {feature} | {' | '.join(cells)} |")
-    return "\n".join([HEAD, *rows]) + "\n"
+class Outcomes:
+    """How many tests passed for a cell, and the cells in which one failed."""
+
+    def __init__(self) -> None:
+        self.passed: dict[tuple[str, str], int] = defaultdict(int)
+        self.failed: set[tuple[str, str]] = set()
+
+    def add(self, report: pytest.TestReport, call: pytest.CallInfo[None], names: Iterable[str], features: Iterable[str]) -> None:
+        """Count one phase of a test in all of these cells."""
+        for cell in ((name, feature) for name in names for feature in features):
+            if report.failed:
+                self.failed.add(cell)
+            elif call.when == "call" and report.passed:
+                self.passed[cell] += 1
+
+    def cell(self, name: str, feature: str) -> str:
+        """The number of green tests, or ``failed``."""
+        return "failed" if (name, feature) in self.failed else str(self.passed.get((name, feature), ""))
+
+
+def _table(corner: str, columns: Iterable[str], rows: Iterable[tuple[str, list[str]]]) -> str:
+    columns = list(columns)
+    lines = [f"| {corner} | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    return "\n".join([*lines, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows)]) + "\n\n"
+
+
+def variants_page(found: Outcomes) -> str:
+    """The section by variant."""
+    features = sorted({feature for _, feature in (*found.passed, *found.failed)})
+    return BY_VARIANT + _table("feature", VARIANTS, ((each, [found.cell(name, each) for name in VARIANTS]) for each in features))
+
+
+def families_page(found: Outcomes) -> str:
+    """The section by family."""
+    names = [family.name for family in FAMILIES if not family.refused]
+    rows = ((name, [found.cell(name, column) for column in COLUMNS]) for name in names)
+    return (BY_FAMILY + _table("family", COLUMNS, rows)).rstrip("\n") + "\n"

@@ -26,7 +26,11 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 def gguf_name(name: str, arch: str, layers: int) -> str:
     """A tensor's name in a file, by the package's own table."""
     key = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[arch]
-    name = name.replace(".e_score_correction_bias", ".e_score_correction.bias").replace(".sinks", ".sinks.weight")
+    name = (
+        name.replace("mlp.gate.moe_statics", "mlp.moe_statics")
+        .replace(".e_score_correction_bias", ".e_score_correction.bias")
+        .replace(".sinks", ".sinks.weight")
+    )
     found = gguf.get_tensor_name_map(key, layers).get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return found
@@ -157,7 +161,8 @@ def write_gguf(
     tensors = load_file(source / "model.safetensors")
     tensors = _gates_apart(tensors) if arch == "gpt-oss" else stacked(tensors)
     for name, tensor in tensors.items():
-        stored = gguf_name(name, arch, layers)
+        # As converters do, without dimensions of 1.
+        stored, shape, tensor = gguf_name(name, arch, layers), tensor.shape, tensor.squeeze()
         part = stored.split(".")[-2]
         number = tensor.dim() == 1 or part == "ffn_gate_inp" or stored.endswith(".bias")
         kind = Type.F32 if number else kinds.get(part, default if tensor.dim() == 2 else Type.F16)
@@ -177,7 +182,7 @@ def write_gguf(
             before, after = name.split(".experts.")
             numbers |= {f"{before}.experts.{expert}.{after}": each.clone() for expert, each in enumerate(plain)}
         else:
-            numbers[name] = plain
+            numbers[name] = plain.view(shape)
         writer.add_tensor(stored, data, raw_dtype=kind)
     if arch == "gpt-oss":
         numbers = _gates_together(numbers)

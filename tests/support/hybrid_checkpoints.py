@@ -67,6 +67,9 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {**_DELTA, **_EXPERTS}),
     "nemotron_h": ("NemotronHConfig", "NemotronHForCausalLM", _NEMOTRON),
     "nemotron_h_moe": ("NemotronHConfig", "NemotronHForCausalLM", {**_NEMOTRON, **_MOE, "routed_scaling_factor": 1.5}),
+    "nemotron_h_latent": (
+        "NemotronHConfig", "NemotronHForCausalLM", {**_NEMOTRON, **_MOE, "routed_scaling_factor": 1.5, "moe_latent_size": 20},
+    ),
     "granite": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", _GRANITE),
     "bamba": ("BambaConfig", "BambaForCausalLM", _BAMBA),
     "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM", _FALCON),
@@ -76,6 +79,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 _OFFSET = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
 """Weights of norms are stored minus 1."""
+
+
+def hybrid_of(family: str) -> str:
+    """The class of transformers that :func:`build_hybrid` builds."""
+    return FAMILIES[family][1]
 
 
 def build_hybrid(family: str, *, seed: int = 0, **overrides: Any) -> Any:
@@ -136,4 +144,30 @@ def expert_head(family: str, *, stacked: bool, seed: int = 6, **overrides: Any) 
     generator = torch.Generator().manual_seed(seed)
     tensors |= {f"mtp.pre_fc_norm_{part}.weight": 0.2 * torch.randn(HIDDEN, generator=generator) for part in ("embedding", "hidden")}
     tensors["mtp.fc.weight"] = 0.15 * torch.randn(HIDDEN, 2 * HIDDEN, generator=generator)
+    return tensors, model
+
+
+def mixer_head(
+    family: str, kinds: tuple[str, ...] = ("full_attention", "moe"), *, seed: int = 6, **overrides: Any
+) -> tuple[dict[str, Tensor], Any]:
+    """A prediction head of Nemotron-H as published, and a transformers model of these layers that computes as it does.
+
+    Args:
+        family: ``nemotron_h_moe`` or ``nemotron_h_latent``.
+        kinds: of the layers.
+        seed: of its weights.
+        overrides: keys of the config.
+    """
+    model = build_hybrid(family, seed=seed, layers_block_type=list(kinds), **overrides)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {f"mtp.layers.0.{part}.weight": 1 + 0.2 * torch.randn(HIDDEN, generator=generator) for part in ("enorm", "hnorm")}
+    tensors["mtp.layers.0.eh_proj.weight"] = 0.15 * torch.randn(HIDDEN, 2 * HIDDEN, generator=generator)
+    tensors[f"mtp.layers.{len(kinds) - 1}.final_layernorm.weight"] = model.model.norm_f.weight.detach().clone()
+    for name, tensor in model.model.layers.state_dict().items():
+        before, experts, projection = name.partition("mixer.experts.")
+        if not experts:
+            tensors[f"mtp.layers.{name}"] = tensor.clone()
+            continue
+        for expert, matrix in enumerate(tensor):
+            tensors[f"mtp.layers.{before}{experts}{expert}.{projection}.weight"] = matrix.clone()
     return tensors, model

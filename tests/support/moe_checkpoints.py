@@ -36,6 +36,29 @@ YARN = {
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 6, "norm_topk_prob": True}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {"num_key_value_heads": 2, "num_experts": 6, "shared_expert_intermediate_size": 20},
+    ),
+    "qwen2_moe, windows, one dense layer": (
+        "Qwen2Moe",
+        {
+            "num_key_value_heads": 4,
+            "num_experts": 6,
+            "shared_expert_intermediate_size": 20,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 2,
+        },
+    ),
+    "olmoe": ("Olmoe", {"num_key_value_heads": 2, "num_experts": 6, "intermediate_size": 12}),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {"num_key_value_heads": 2, "moe_num_experts": 6, "moe_k": 3, "moe_num_shared_experts": 2, "moe_layer_start_index": 1},
+    ),
     "deepseek_v2": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "routed_scaling_factor": 1.5}),
     "dots1": ("Dots1", {**GROUPED, "num_key_value_heads": 2, "sliding_window": 7, "max_window_layers": 1, "norm_topk_prob": True}),
     "glm4_moe": ("Glm4Moe", {**GROUPED, "num_key_value_heads": 2, "attention_bias": True, "use_qk_norm": True, "n_group": 2}),
@@ -84,6 +107,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def mixture_of(family: str) -> str:
+    """The class of transformers that :func:`build_mixture` builds."""
+    return f"{FAMILIES[family][0]}ForCausalLM"
+
+
 def build_mixture(family: str, *, seed: int = 0, easy: bool = False, **overrides: Any) -> Any:
     """A random transformers model: 4 heads, three layers, experts in all or all but the first.
 
@@ -108,7 +136,7 @@ def build_mixture(family: str, *, seed: int = 0, easy: bool = False, **overrides
     }
     if values.get("head_dim", 0) is None:  # a key the configuration of Qwen3-MoE need not have
         del values["head_dim"]
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**values)).eval()
+    model = getattr(transformers, mixture_of(family))(getattr(transformers, f"{name}Config")(**values)).eval()
     generator = torch.Generator().manual_seed(seed)
     small, large = ("o_proj.weight", "down_proj.weight", "experts.down_proj"), ("embed_tokens.weight", "lm_head.weight")
     with torch.no_grad():

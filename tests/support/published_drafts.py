@@ -2,7 +2,9 @@
 
 A row has the keys of one group of configs that differ in numbers alone, with the values that say how something is computed; the sizes are
 those of the tiny tensors. Sources: SpecForge (``configs/``), SafeAILab/EAGLE (``eagle/train``, ``eagle/traineagle3``, ``eagle/testbug``),
-speculators (its config classes), ModelOpt (its exports of Hugging Face and Megatron models) and AngelSlim (``train/configs``).
+speculators (its config classes), ModelOpt (its exports of Hugging Face and Megatron models) and AngelSlim (``train/configs``). Heads of
+gpt-oss have their names on the Hub: their tapped layers are those that pull request 32334 of SGLang lists for NVIDIA's, and the model card
+of LMSYS's; numbers of layers are those of the tiny target.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ TARGETS: dict[str, Callable[[], Any]] = {
     "deepseek_v2": lambda: build_mixture("deepseek_v2", **MIXED),
     "deepseek_v3": lambda: build_mixture("deepseek_v3", **MIXED),
     "qwen3_5": lambda: build_hybrid("qwen3_5_moe", **MIXED),
+    "gpt_oss": lambda: build_mixture("gpt_oss", **MIXED),
 }
 """Targets by family; those of families that don't load as targets stand in by Llama."""
 
@@ -87,6 +90,9 @@ MADE: dict[str, Callable[[], dict[str, Tensor]]] = {
     "full vocabulary": lambda: eagle3_tensors(draft_vocab_size=VOCAB_SIZE),
     "with embedding": lambda: eagle3_tensors(extras=("embedding",)),
     "norm before fc": lambda: eagle3_tensors(extras=("input_norm",)),
+    "norm before fc, with embedding": lambda: eagle3_tensors(extras=("input_norm", "embedding")),
+    "no head": lambda: without(eagle3_tensors(draft_vocab_size=VOCAB_SIZE), "lm_head.weight", "d2t", "t2d"),
+    "one state, no head": lambda: without(eagle3_tensors(draft_vocab_size=VOCAB_SIZE), "fc.weight", "lm_head.weight", "d2t", "t2d"),
     "qwen3 layer": lambda: eagle3_tensors(extras=("qk_norm", "embedding")),
     "deep": lambda: eagle3_tensors(num_layers=24),
     "p_eagle": p_eagle_tensors,
@@ -176,7 +182,6 @@ SPECFORGE = {
         "pad_token_id": 0, "torch_dtype": "float16"}, target="deepseek_v3"),
     "gemma3": Published({**EAGLE3, **WIDE, "bos_token_id": 2, "eos_token_id": 1, "rope_scaling": None, "rope_theta": 1000000,
         "sliding_window": 512, "use_sliding_window": False, "target_model_type": "gemma3_text"}),
-    "gpt-oss": Published({**EAGLE3, **WIDE, "eagle_config": {TAP_KEY: [1, 4, 7]}, "pad_token_id": 0}),
     "llama3-8B, ling-flash": Published({**EAGLE3, "bos_token_id": 163584, "eos_token_id": 163585, "pad_token_id": 0}),
     "llama3-70B": Published({**EAGLE3, **WIDE, "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "rope_scaling": LLAMA3,
         "rope_theta": 500000.0, "torch_dtype": "torch.float16"}),
@@ -275,8 +280,6 @@ SPECULATORS = {
     "eagle3, partial rotary": Published(speculator("eagle3", **HEAD_KEYS), layer={**QWEN3_LAYER, "rope_parameters": PARTIAL},
         tensors="qwen3 layer", target="qwen3_5", runs=True),
     "eagle3, the last layer": Published(speculator("eagle3", **{**HEAD_KEYS, TAP_KEY: [2, 4, DEPTH]}), layer=LAYER, runs=True),
-    "eagle3, gpt-oss": Published(speculator("eagle3", **{**HEAD_KEYS, "norm_before_fc": True}), layer=LAYER, tensors="norm before fc",
-        runs=True),
     "eagle3, mistral layers": Published(speculator("eagle3", **HEAD_KEYS), layer={**LAYER, "model_type": "mistral"},
         refused="model_type: expected one of llama"),
     "peagle": Published(speculator("peagle", **HEAD_KEYS, mask_token_id=MASK), "p_eagle", "p_eagle", layer=LAYER, runs=True),
@@ -359,7 +362,30 @@ ANGELSLIM = {
     "qwen3-dflare": Published({**QWEN_BLOCK, "architectures": ["QwenDFlareDraftModel"], "dflash_config": TAPPED}, "dflash", "dflash",
         refused="architectures: expected a block drafter"),
 }  # fmt: skip
-_SOURCES = {"SpecForge": SPECFORGE, "SafeAILab": SAFEAILAB, "speculators": SPECULATORS, "ModelOpt": MODELOPT_ROWS, "AngelSlim": ANGELSLIM}
+NVIDIA = {**MODELOPT, "parallel_draft_heads_num_layers": 1}
+NO_HEAD = {**UNSET, "draft_vocab_size": None}
+GPT_OSS = {
+    "nvidia/gpt-oss-120b-Eagle3-v3": Published({**EXPORTED, "eagle_config": {**NVIDIA, TAP_KEY: [5, 7, DEPTH - 1],
+        "norm_before_fc": True, "use_aux_hidden_state": True}}, tensors="norm before fc", target="gpt_oss", runs=True),
+    "nvidia/gpt-oss-120b-Eagle3-long-context": Published({**NO_HEAD, "eagle_config": {**NVIDIA, TAP_KEY: [0, 4, 7],
+        "use_aux_hidden_state": True}}, tensors="no head", target="gpt_oss", runs=True),
+    "nvidia/gpt-oss-120b-Eagle3-short-context": Published({**NO_HEAD, "eagle_config": {**NVIDIA, **ALONE}}, tensors="one state, no head",
+        target="gpt_oss", runs=True),
+    "RedHatAI/gpt-oss-20b-speculator.eagle3": Published(speculator("eagle3", **{**HEAD_KEYS, "norm_before_fc": True}), layer=LAYER,
+        tensors="norm before fc, with embedding", target="gpt_oss", runs=True),
+    "lmsys/EAGLE3-gpt-oss-120b-bf16": Published({**EAGLE3, **WIDE, "eagle_config": {TAP_KEY: [1, 4, 7]}, "pad_token_id": 0},
+        target="gpt_oss", runs=True),
+    "a hidden state after the norm": Published({**EXPORTED, "eagle_config": {**NVIDIA, TAP_KEY: [1, 4, 7], "use_aux_hidden_state": True,
+        "return_hidden_post_norm": True}}, target="gpt_oss", runs=True),
+}  # fmt: skip
+_SOURCES = {
+    "SpecForge": SPECFORGE,
+    "SafeAILab": SAFEAILAB,
+    "speculators": SPECULATORS,
+    "ModelOpt": MODELOPT_ROWS,
+    "AngelSlim": ANGELSLIM,
+    "gpt-oss": GPT_OSS,
+}
 ROWS = {f"{source}: {name}": row for source, rows in _SOURCES.items() for name, row in rows.items()}
 
 

@@ -24,7 +24,7 @@ from graphspec.drafters.p_eagle.network import PEagleDraft
 from graphspec.drafters.standalone.facts import StandaloneFacts
 from graphspec.drafters.standalone.network import StandaloneDraft
 from graphspec.facts import DraftFacts, ExpertFacts, LatentFacts, ModelFacts, RecurrentFacts, RopeFacts
-from graphspec.facts.families import NEMOTRON_H, QWEN3_5
+from graphspec.facts.hybrid_families import NEMOTRON_H, QWEN3_5
 from graphspec.facts.mamba import Mixer
 from graphspec.facts.recurrent import SsmFacts
 from graphspec.facts.rope import NO_ROPE

@@ -23,7 +23,8 @@ from graphspec.models.packed_weight import PackedWeight
 from graphspec.models.target import load_target
 from graphspec.text.tokenizer import Tokenizer
 from graphspec.weights.gguf import DECODE
-from tests.support.checkpoints import build_hf, write_hf
+from tests.support.checkpoints import architecture_of, build_hf, write_hf
+from tests.support.features import marked
 from tests.support.gguf_files import blocks, copy_gguf, write_gguf
 
 PROMPTS = [[5, 9, 3, 22, 5, 9, 3], [40, 2, 17, 33, 8, 40, 2, 17]]
@@ -66,7 +67,7 @@ def test_blocks_stand_for_the_numbers_of_the_package(name: str) -> None:
         assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", marked(("llama", "qwen2", "qwen3"), architecture_of, "GGUF", "none", "ngram", "chain", "tree"))
 def test_engines_emit_the_tokens_of_transformers(family: str, sources: dict[str, Path], tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     plain = write_gguf(sources[family], file, MIXED, arch=family, default=Type.Q4_0)
@@ -202,8 +203,8 @@ def test_types_and_architectures_that_do_not_load_are_named(sources: dict[str, P
         gguf_folder(file)
     write_gguf(sources["llama"], tmp_path / "other.gguf", {}, arch="internlm2")
     known = (
-        "llama, qwen2, qwen3, qwen3vl, qwen3moe, gemma, gemma2, gemma3, olmo2, exaone4, smollm3, granite, seed_oss, dots1, qwen35, "
-        "qwen35moe, gpt-oss, glm4moe"
+        "llama, qwen2, qwen3, qwen3vl, qwen3moe, qwen2moe, olmoe, ernie4_5, ernie4_5-moe, glm4, gemma, gemma2, gemma3, olmo2, exaone4, "
+        "smollm3, granite, seed_oss, dots1, qwen35, qwen35moe, gpt-oss, glm4moe"
     )
     with pytest.raises(CheckpointError, match=rf"general\.architecture: expected one of {known}, found 'internlm2'"):
         gguf_folder(tmp_path / "other.gguf")

@@ -18,9 +18,10 @@ from graphspec.facts import read_model_facts
 from graphspec.facts.gguf_families import ARCHITECTURES
 from graphspec.facts.gguf_model import gguf_folder
 from graphspec.models.target import load_target
-from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, build_hf, write_hf
+from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, architecture_of, build_hf, write_hf
+from tests.support.features import marked, of_family
 from tests.support.gguf_files import copy_gguf, write_gguf
-from tests.support.moe_checkpoints import add_heads, build_mixture, head_tensors
+from tests.support.moe_checkpoints import add_heads, build_mixture, head_tensors, mixture_of
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "head_dim": 16,
@@ -56,6 +57,17 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "seed_oss": ("seed_oss", {"attention_bias": True, "attention_out_bias": False}, {}),
     "qwen3vl": ("qwen3", {}, {}),
     "qwen3moe": ("qwen3_moe", {}, EXPERTS | {"expert_count": 6}),
+    "qwen2moe": ("qwen2_moe", {}, {**EXPERTS, "expert_count": 6, "expert_shared_feed_forward_length": 20}),
+    "olmoe": ("olmoe", {}, {"expert_count": 6, "expert_used_count": 3}),
+    "ernie4_5": ("ernie4_5", {}, {}),
+    "ernie4_5-moe": (
+        "ernie4_5_moe", {},
+        {
+            **EXPERTS, "expert_count": 6, "expert_shared_count": 2, "expert_shared_feed_forward_length": 24,
+            "leading_dense_block_count": 1, "interleave_moe_layer_step": 1,
+        },
+    ),
+    "glm4": ("glm4", {}, {"rope.dimension_count": 8}),
     "dots1": ("dots1", {"sliding_window": None, "routed_scaling_factor": 1.5}, {**ROUTING, "expert_weights_scale": 1.5}),
     "gpt-oss": (
         "gpt_oss", {"sliding_window": 5, "swiglu_limit": 7.0},
@@ -69,13 +81,19 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**ROUTING, "expert_weights_scale": 2.5, "expert_weights_norm": True, "rope.dimension_count": 4},
     ),
 }  # fmt: skip
-MIXTURES = ("qwen3_moe", "dots1", "glm4_moe", "gpt_oss")
-READ_BY_TRANSFORMERS = ("gemma2", "gemma3", "qwen3moe")
+MIXTURES = ("qwen3_moe", "qwen2_moe", "olmoe", "ernie4_5_moe", "dots1", "glm4_moe", "gpt_oss")
+READ_BY_TRANSFORMERS = ("gemma2", "gemma3", "qwen3moe", "qwen2moe")
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def architecture(name: str) -> str:
+    """The class of transformers of a case."""
+    family = CASES[name][0]
+    return (mixture_of if family in MIXTURES else architecture_of)(family)
 
 
 def make(name: str, folder: Path, **options: Any) -> tuple[Path, Path]:
@@ -104,7 +122,7 @@ def test_every_architecture_has_a_case() -> None:
     assert set(ARCHITECTURES) <= set(gguf.MODEL_ARCH_NAMES.values())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, architecture, "GGUF"))
 @torch.inference_mode()
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     file, plain = make(name, tmp_path)
@@ -126,9 +144,9 @@ def test_transformers_reads_the_same_from_the_file(name: str, tmp_path: Path) ->
     torch.testing.assert_close(logits(file), model(input_ids=tokens()).logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "granite", "glm4moe"])
+@pytest.mark.parametrize("name", marked(("gemma3", "granite", "glm4moe", "glm4", "ernie4_5-moe"), architecture, "GGUF", "ngram", "tree"))
 def test_engines_draft_over_them(name: str, tmp_path: Path) -> None:
-    file, plain = make(name, tmp_path, default=Type.F16 if name == "glm4moe" else Type.Q8_0)
+    file, plain = make(name, tmp_path, default=Type.F16 if CASES[name][0] in MIXTURES else Type.Q8_0)
     model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
     prompt = [5, 9, 3, 22, 5, 9, 3]
     out = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -137,6 +155,7 @@ def test_engines_draft_over_them(name: str, tmp_path: Path) -> None:
     assert list(found) == out[0, len(prompt) :].tolist()
 
 
+@of_family("GptOssForCausalLM", "GGUF", "none", "ngram", "tree")
 def test_experts_of_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
     """As llama.cpp publishes them: experts in MXFP4, everything else in 8 bits."""
     source = write_hf(build_mixture("gpt_oss", hidden_size=64, intermediate_size=32, swiglu_limit=7.0), tmp_path / "source")
@@ -171,6 +190,7 @@ def test_metadata_that_is_wrong_is_named(tmp_path: Path) -> None:
     refused(file, tmp_path, pattern, "sliding_window_pattern: expected 4 flags")
 
 
+@of_family("Qwen3MoeForCausalLM", "GGUF")
 @torch.inference_mode()
 def test_experts_of_low_precision_load(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "moe_intermediate_size": 32}

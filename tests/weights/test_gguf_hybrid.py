@@ -23,6 +23,7 @@ from graphspec.models.target import load_target
 from graphspec.weights.gguf import GgufFile
 from tests.models.test_hybrid_models import whole_prompts
 from tests.support.checkpoints import VOCAB_SIZE, write_hf
+from tests.support.features import of_family
 from tests.support.gguf_files import blocks, copy_gguf, stacked
 from tests.support.hybrid_checkpoints import build_hybrid
 
@@ -124,7 +125,13 @@ def write(folder: Path, heads: int = 0, *, experts: bool = False) -> tuple[Path,
     return file, model
 
 
-@pytest.mark.parametrize(("heads", "experts"), [(0, False), (1, False), (1, True)])
+DENSE, MIXTURE = (of_family(f"{name}ForCausalLM", "GGUF") for name in ("Qwen3_5", "Qwen3_5Moe"))
+
+
+@pytest.mark.parametrize(
+    ("heads", "experts"),
+    [pytest.param(0, False, marks=DENSE), pytest.param(1, False, marks=DENSE), pytest.param(1, True, marks=MIXTURE)],
+)
 @torch.inference_mode()
 def test_logits_equal_transformers(heads: int, experts: bool, tmp_path: Path) -> None:
     file, model = write(tmp_path, heads, experts=experts)
@@ -135,6 +142,7 @@ def test_logits_equal_transformers(heads: int, experts: bool, tmp_path: Path) ->
     torch.testing.assert_close(found, model(input_ids=token_BT).logits, rtol=1e-4, atol=1e-4)
 
 
+@of_family("Qwen3_5ForCausalLM", "GGUF", "ngram", "tree")
 def test_an_engine_emits_the_tokens_of_transformers(tmp_path: Path) -> None:
     file, model = write(tmp_path)
     prompt = [5, 9, 3, 22, 5, 9, 3]

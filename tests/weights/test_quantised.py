@@ -21,6 +21,7 @@ from graphspec.models.decoder import Decoder
 from graphspec.models.packed_weight import PackedWeight
 from graphspec.models.target import load_target
 from tests.support.checkpoints import VOCAB_SIZE, build_hf, edit_json, write_hf
+from tests.support.features import of_family
 from tests.support.quantised_checkpoints import LAYOUTS, quantise
 
 PROMPTS = [[5, 9, 3, 22, 5, 9, 3], [40, 2, 17, 33, 8, 40, 2, 17]]
@@ -65,6 +66,7 @@ def test_numbers_are_those_of_the_format(layout: str, dtype: torch.dtype, source
     assert sum(weight.nbytes for weight in held) < 0.75 * sum(2 * number.numel() for number in numbers.values()) or "8" in layout
 
 
+@of_family("LlamaForCausalLM", "codes")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_engines_emit_the_tokens_of_transformers(layout: str, source: Path, tmp_path: Path) -> None:
     packed, plain = quantise(source, tmp_path, layout, seed=3)

@@ -24,7 +24,17 @@ from graphspec.models.layers import join_ranks
 from graphspec.models.packed_weight import PackedWeight, shard_of
 from graphspec.models.stack import pack_network
 from graphspec.models.target import load_target
-from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, build_hf, eagle3_tensors, edit_json, write_eagle3, write_hf
+from tests.support.checkpoints import (
+    VOCAB_SIZE,
+    DenseAttention,
+    architecture_of,
+    build_hf,
+    eagle3_tensors,
+    edit_json,
+    write_eagle3,
+    write_hf,
+)
+from tests.support.features import marked, of_family
 from tests.support.moe_checkpoints import write_mixture
 from tests.support.mtp_checkpoints import add_heads, head_tensors, write_target
 from tests.support.plans import plan
@@ -82,6 +92,7 @@ def experts_of(network: Decoder) -> list[MixtureOfExperts]:
     return found
 
 
+@of_family("Qwen3MoeForCausalLM", "codes")
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if not layout.endswith("-order")])
 @torch.inference_mode()
 def test_experts_in_low_precision_have_the_bits_of_their_numbers(layout: str, tmp_path: Path) -> None:
@@ -102,6 +113,21 @@ def test_experts_in_low_precision_have_the_bits_of_their_numbers(layout: str, tm
                 assert all(block.native_down is not None for block in experts_of(network))
         logits = [network.logits(network(token_BT, DenseAttention.prompt(2, 8)).hidden_BTH) for network in (found, expected)]
         assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("layout", ["float-quantized", "fp8-block", "pack-quantized", "gptq", "nvfp4-modelopt"])
+@pytest.mark.parametrize("family", marked(("glm", "glm4", "ernie4_5"), architecture_of, "codes"))
+@torch.inference_mode()
+def test_rows_of_codes_move_with_their_factors(family: str, layout: str, tmp_path: Path) -> None:
+    """Rotated neighbours are put apart, in whatever form rows are stored; by the reference and by the native op."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    packed, plain = quantise(write_hf(build_hf(family, **sizes), tmp_path / "source"), tmp_path, layout)
+    token_BT = torch.randint(0, VOCAB_SIZE, (2, 8), generator=torch.Generator().manual_seed(3))
+    networks = load(packed), load(plain)
+    assert any(isinstance(getattr(module, "weight", None), PackedWeight) for module in networks[0].modules())
+    first, second = (network.logits(network(token_BT, DenseAttention.prompt(2, 8)).hidden_BTH) for network in networks)
+    assert torch.equal(first, second)
+    assert pack_network(networks[0], plan()) is None
 
 
 def test_experts_without_data_are_counted_as_they_are_held(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ _OPTIONS: dict[str, tuple[object, ...]] = {
         ),
         (False,),
     ),
-    "parallel_draft_heads_num_layers": (False, 0),
+    "parallel_draft_heads_num_layers": (False, 0, 1),  # ModelOpt's default, of heads that a parallel_draft_step of 1 does without
     **dict.fromkeys(("is_causal", "use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular"), (True,)),
     **dict.fromkeys(("parallel_draft_step", "logit_scale"), (1, 1.0)),
 }  # fmt: skip

@@ -33,7 +33,7 @@ _MODELOPT_KEYS = (
 )  # fmt: skip
 _EAGLE_KEYS = {
     *_MODELOPT_KEYS, TAP_KEY, "use_aux_hidden_state", "norm_before_residual", "norm_before_fc", "fc_norm", "use_aux_norm", "norm_output",
-    "eh_proj_before_attn",
+    "return_hidden_post_norm", "eh_proj_before_attn",
 }  # fmt: skip
 
 
@@ -162,7 +162,7 @@ def eagle3_config(path: Path, keys: Keys) -> tuple[Eagle3Facts, Keys]:
     norm_before_fc, fc_norm = _norm_flag(owners, "norm_before_fc"), _norm_flag(owners, "fc_norm", "use_aux_norm")
     if norm_before_fc and fc_norm:
         raise CheckpointError(f"{keys.where}: norm_before_fc", "false next to fc_norm: one or the other", True)
-    norm_output = bool(_norm_flag(owners, "norm_output"))
+    norm_output = bool(_norm_flag(owners, "norm_output", "return_hidden_post_norm"))  # the second in TensorRT-LLM's eagle_config
     if norm_output and not fc_norm and layout in ("safeailab", "sglang"):
         log_default(keys, "fc_norm", False, "norm_output without it: SpecForge wrote that for plain EAGLE-3 once", logging.WARNING)
     draft_vocab_size = keys.integer("draft_vocab_size", decoder.vocab_size)

@@ -1,4 +1,4 @@
-"""Multi-token-prediction heads (DeepSeek-V3, arXiv 2412.19437, section 2.2; Qwen3-Next; MiMo)."""
+"""Multi-token-prediction heads (DeepSeek-V3, arXiv 2412.19437, section 2.2; Qwen3-Next; MiMo; Nemotron 3)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ...shapes import CycleShape
 
 VARIANT = Variant(
     name="mtp",
-    summary="multi-token-prediction heads: DeepSeek NextN, Qwen3-Next, MiMo; one reused, or one per step",
+    summary="multi-token-prediction heads: DeepSeek NextN, Qwen3-Next, MiMo, Nemotron 3; one reused, or one per step",
     drafter="network",
     shares_prefix=True,
     draft_shards=True,

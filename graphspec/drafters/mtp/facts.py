@@ -36,7 +36,7 @@ class MTPFacts(DraftFacts):
     layout: str
     """Key of :data:`graphspec.drafters.mtp.layout.MTP_LAYOUTS`."""
     first_index: int
-    """Number in the tensor names of the first head."""
+    """Number in the tensor names of the first head, or of the last layer of Nemotron-H's only one."""
 
     @property
     def hidden_first(self) -> bool:
@@ -102,7 +102,7 @@ def _count(keys: Keys, layout: str, heads: list[int], names: list[str]) -> int:
         raise keys.error(key, f"{len(heads)}, for the checkpoint has the tensors of as many prediction heads")
     if declared != len(heads) or heads != list(range(heads[0], heads[0] + len(heads))):
         raise keys.error(key, f"the number of heads in the checkpoint, which are numbered {brief(heads, LONG)}")
-    if layout == "qwen" and declared != 1:
+    if layout in ("qwen", "nemotron") and declared != 1:
         raise keys.error(key, "1")
     return declared
 
@@ -148,6 +148,30 @@ def _settle_experts(decoder: ModelFacts, prefixes: tuple[str, ...], names: list[
     return replace(decoder, experts=replace(decoder.experts, layers=mixtures))
 
 
+def _mixed_layers(keys: Keys, path: Path, architecture: str) -> ModelFacts:
+    """The layers of Nemotron-H's head, by ``mtp_layers_block_type`` or ``mtp_hybrid_override_pattern``; neither: attention, then experts.
+
+    Raises:
+        CheckpointError: another architecture, or layers other than one that attends next to MLPs and mixtures of experts.
+    """
+    family = find_family(architecture)
+    if family is None or family.mixers is None:
+        raise keys.error("architectures", "a NemotronH architecture, whose heads are named mtp.layers.0.eh_proj")
+    listed, pattern = "mtp_layers_block_type", "mtp_hybrid_override_pattern"
+    key = listed if keys.present(listed) else pattern
+    own = {
+        name: value for name, value in keys.values.items() if name not in ("layers_block_type", "layer_types", "hybrid_override_pattern")
+    }
+    stated = keys.values[key] if keys.present(key) else "*E"
+    own["layers_block_type" if key == listed else "hybrid_override_pattern"] = stated
+    assert family.usual is not None, "names of its own"
+    layers = family.usual(Keys(own, keys.where))
+    mixers = family.mixers(layers, layers.integer("num_hidden_layers"))
+    if mixers.count("attention") != 1 or "recurrent" in mixers:
+        raise keys.error(key, "one layer that attends, and no recurrent one")
+    return read_decoder(layers, path, architecture, replace(family, recurrent=None))
+
+
 def _language_model(keys: Keys) -> Keys:
     """The keys of the language model, which models that also see images nest."""
     return nested_keys(keys, "text_config") if keys.present("text_config") else keys
@@ -170,6 +194,9 @@ def read_mtp_facts(path: str | Path, target: ModelFacts) -> MTPFacts:
     keys = _language_model(keys)
     layout, heads, names = _find_heads(path)
     num_heads = _count(keys, layout, heads, names)
+    if layout == "nemotron":
+        decoder = _mixed_layers(keys, path, architecture)
+        return _facts(keys, path, target, decoder, num_heads, layout, decoder.num_layers - 1)
     prefixes = tuple(LAYERS[layout].replace("*", str(head)) for head in heads)
     names = [name for name in names if name.startswith(prefixes)]
     family = _family(keys, layout, architecture)
@@ -210,9 +237,13 @@ def counted_facts(folder: Path, target: ModelFacts) -> tuple[MTPFacts, str]:
     keys = read_config(folder)
     architecture = read_architecture(keys, "a model with multi-token-prediction heads")
     keys, own = _language_model(keys), find_family(architecture)
+    count = keys.integer(next((key for key in COUNT_KEYS if keys.present(key)), COUNT_KEYS[0]))
+    if own is not None and own.mixers is not None:
+        decoder = _mixed_layers(keys, folder, architecture)
+        facts = _facts(keys, folder, target, decoder, count, "nemotron", decoder.num_layers - 1)
+        return facts, f"{count} prediction head(s) of {architecture}, as config.json counts them"
     layout = "mimo" if architecture == _MIMO[0] else "qwen" if own is not None and own.attention_gate else "deepseek"
     family = _family(keys, layout, architecture)
-    count = keys.integer(next((key for key in COUNT_KEYS if keys.present(key)), COUNT_KEYS[0]))
     layers = keys.integer("num_hidden_layers")
     whole = Keys({**keys.values, "num_hidden_layers": layers + count}, keys.where)
     whole = whole if family.usual is None else family.usual(whole)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ...facts.layouts import Layout, TensorRule, decoder_rules, qwen_expert_rules
+from ...facts.layouts import Layout, TensorRule, decoder_rules, mixer_rules, qwen_expert_rules
 
-LAYERS = {"deepseek": "model.layers.*.", "qwen": "mtp.layers.*.", "mimo": "model.mtp_layers.*."}
-"""Per layout, the prefix of the layer of a head."""
+LAYERS = {"deepseek": "model.layers.*.", "qwen": "mtp.layers.*.", "mimo": "model.mtp_layers.*.", "nemotron": "mtp.layers.*."}
+"""Per layout, the prefix of the layer of a head; of Nemotron-H's, of each of its layers."""
 
 
 def _prediction_head(
@@ -41,5 +41,18 @@ MIMO_MTP_LAYOUT = _prediction_head(
 """MiMo's heads."""
 
 
-MTP_LAYOUTS = {"deepseek": NEXTN_LAYOUT, "qwen": QWEN_MTP_LAYOUT, "mimo": MIMO_MTP_LAYOUT}
-"""Each the layout of one prediction head; ``*`` is its number."""
+NEMOTRON_MTP_LAYOUT = Layout(
+    rules=(
+        TensorRule("embedding_norm.weight", ("mtp.layers.0.enorm.weight",)),
+        TensorRule("hidden_norm.weight", ("mtp.layers.0.hnorm.weight",)),
+        TensorRule("projection.weight", ("mtp.layers.0.eh_proj.weight",)),
+        *mixer_rules("layer.*.", "mtp.layers.*."),
+        TensorRule("norm.weight", ("mtp.layers.*.final_layernorm.weight",)),
+    ),
+)
+"""The one head of Nemotron-H: layers of one net each. The first has the projection and the norms before it, the last the norm after it
+(``nemotron_h_mtp.py`` of vLLM loads these names)."""
+
+
+MTP_LAYOUTS = {"deepseek": NEXTN_LAYOUT, "qwen": QWEN_MTP_LAYOUT, "mimo": MIMO_MTP_LAYOUT, "nemotron": NEMOTRON_MTP_LAYOUT}
+"""Each the layout of one prediction head. ``*`` is its number, or of Nemotron-H's that of its last layer, where the parameter has none."""

@@ -25,14 +25,14 @@ _REST_OF_A_MODEL = ("model.", "lm_head.")
 
 
 def numbered(layout: Layout, index: int) -> Layout:
-    """The layout of one head, with ``*`` replaced by its number."""
+    """The layout of one head, with ``*`` replaced by its number; where a parameter has a ``*`` too, it stays."""
 
     def number(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name.replace("*", str(index)) for name in names)
 
     return replace(
         layout,
-        rules=tuple(TensorRule(rule.ours, number(rule.sources)) for rule in layout.rules),
+        rules=tuple(rule if "*" in rule.ours else replace(rule, sources=number(rule.sources)) for rule in layout.rules),
         ignored=number(layout.ignored),
     )
 

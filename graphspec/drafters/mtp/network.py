@@ -1,4 +1,4 @@
-"""Multi-token-prediction heads (DeepSeek-V3, arXiv 2412.19437, section 2.2; Qwen3-Next and Qwen3.5; MiMo, arXiv 2505.07608)."""
+"""Multi-token-prediction heads (DeepSeek-V3, arXiv 2412.19437, section 2.2; Qwen3-Next and Qwen3.5; MiMo, arXiv 2505.07608; Nemotron 3)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.linear.linear import Hidden, ResidualStream
-from ...models.decoder import DecoderLayer
+from ...models.decoder import DecoderLayer, MixerLayers
 from ...models.layers import Embedding, Linear, RMSNorm
 from ...models.stack import DecoderStack, DraftInput, packing_obstacle
 from ..heads.network import DraftNetwork
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class MTPHead(nn.Module):
-    """Embedding and hidden state, each normed, projected to one vector; a whole decoder layer; a final norm.
+    """Embedding and hidden state, each normed, projected to one vector; a whole decoder layer, or layers of one net each; a final norm.
 
     Args:
         facts: of all heads.
@@ -37,7 +37,7 @@ class MTPHead(nn.Module):
         self.hidden_first = facts.hidden_first
         self.embedding_norm, self.hidden_norm = RMSNorm.of(decoder), RMSNorm.of(decoder)
         self.projection = Linear(2 * size, size)
-        self.layer = DecoderLayer(decoder, layer)
+        self.layer = DecoderLayer(decoder, layer) if decoder.mixers is None else MixerLayers(decoder)
         self.norm = RMSNorm.of(decoder)
         self.embed_tokens: Embedding | None = None
         self.lm_head: Linear | None = None
@@ -46,6 +46,8 @@ class MTPHead(nn.Module):
 
     def pack_stack(self, rotary_dim: int, embedding: Embedding) -> str | None:
         """See :func:`graphspec.models.stack.pack_network`."""
+        if isinstance(self.layer, MixerLayers):
+            return "layers of one mixer"
         if (reason := packing_obstacle([self.layer])) is not None:
             return reason
         self.draft_input = DraftInput(self.embed_tokens or embedding, self.embedding_norm, self.hidden_norm, self.hidden_first)

@@ -34,16 +34,18 @@ def moe_route(
     DeepSeek-V2, greedy None   1       1           no       no
     DeepSeek-V2, groups None   G       1           no       no
     DeepSeek-V3         yes    G       2           yes      yes
+    Ernie 4.5           yes    1       1           no       yes
     ==================  =====  ======  ==========  =======  =========
 
-    Experts are ranked by ``sigmoid(logits) + bias`` (arXiv 2412.19437, section 2.1.2), or by their logits, which order experts as
-    ``softmax`` does. ``groups`` are of equal size and consecutive; a group's score is the sum of its ``group_best`` best experts, and
-    only experts of the ``topk_groups`` best groups can be chosen (arXiv 2405.04434, section 2.2.2). Ties go to the lower group and the
-    lower expert. The weight is the score *without* bias, divided by the sum over the chosen if ``normalize``, times ``scaling``.
+    Experts are ranked by ``sigmoid(logits) + bias`` (arXiv 2412.19437, section 2.1.2), by ``softmax(logits) + bias``, or without a bias
+    by their logits, which order experts as ``softmax`` does. ``groups`` are of equal size and consecutive; a group's score is the sum of
+    its ``group_best`` best experts, and only experts of the ``topk_groups`` best groups can be chosen (arXiv 2405.04434, section 2.2.2).
+    Ties go to the lower group and the lower expert. The weight is the score *without* bias, divided by the sum over the chosen if
+    ``normalize``, times ``scaling``.
 
     Args:
         logits_TE: float32, E a multiple of ``groups``. A logit that is not finite counts as -inf.
-        bias_E: float32 score correction, sigmoid only, or None.
+        bias_E: float32 score correction, or None.
         valid_T: bool; an invalid token has no expert.
         topk: K, static, at most the experts of ``topk_groups`` groups.
         groups, topk_groups, group_best: static; ``group_best`` is 1 or 2, and 1 where ranking is by logits.
@@ -64,7 +66,7 @@ def moe_route(
         score_TE = torch.exp(logits_TE - torch.where(peak_T1 == -torch.inf, 0.0, peak_T1))
         total_T1 = score_TE.sum(-1, keepdim=True)
         score_TE = score_TE / torch.where(total_T1 == 0, 1.0, total_T1)
-        rank_TE = logits_TE
+        rank_TE = logits_TE if bias_E is None else score_TE + bias_E
     if topk_groups < groups:
         best_TGb, _ = stable_topk(rank_TE.view(tokens, groups, experts // groups), group_best)
         _, group_Tg = stable_topk(best_TGb.sum(-1), topk_groups)

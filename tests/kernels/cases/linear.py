@@ -124,7 +124,10 @@ def packed_moe_mlp(generator: Generator) -> list[Case]:
 
 
 def moe_route(generator: Generator) -> list[Case]:
-    def case(tokens: int, experts: int, topk: int, groups: int, topk_groups: int, sigmoid: bool, normalize: bool, coarse: bool) -> Case:
+    def case(
+        tokens: int, experts: int, topk: int, groups: int, topk_groups: int, sigmoid: bool, normalize: bool, coarse: bool,
+        corrected: bool = False,
+    ) -> Case:  # fmt: skip
         logits = torch.randn(tokens, experts, generator=generator)
         if coarse:
             # Many ties.
@@ -134,7 +137,7 @@ def moe_route(generator: Generator) -> list[Case]:
         valid = torch.rand(tokens, generator=generator) < 0.8
         return {
             "logits_TE": logits,
-            "bias_E": torch.randn(experts, generator=generator).mul(4).round() / 4 if sigmoid else None,
+            "bias_E": torch.randn(experts, generator=generator).mul(4).round() / 4 if sigmoid or corrected else None,
             "valid_T": valid | (torch.arange(tokens) == 0),
             "topk": topk,
             "groups": groups,
@@ -152,6 +155,7 @@ def moe_route(generator: Generator) -> list[Case]:
         case(4, 60, 8, 1, 1, False, True, True),
         case(7, 64, 8, 8, 4, True, True, False),
         case(2, 6, 6, 3, 3, True, False, False),
+        case(6, 24, 5, 1, 1, False, True, False, corrected=True),
     ]
 
 

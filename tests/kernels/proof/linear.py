@@ -107,19 +107,22 @@ def _moe_mlp(name: str, tokens: int) -> AotCase:
 AOT["moe_mlp"] = tuple(_moe_mlp(name, tokens) for name in _MODELS for tokens in (1, 8, 32, 256, 2048))
 
 
-def _moe_route(name: str, tokens: int, experts: int, topk: int, groups: int, topk_groups: int, sigmoid: bool, normalize: bool) -> AotCase:
+def _moe_route(
+    name: str, tokens: int, experts: int, topk: int, groups: int, topk_groups: int, sigmoid: bool, normalize: bool, corrected: bool
+) -> AotCase:
     return aot_case(
         name, "moe_route", {"T": tokens, "E": experts}, topk=topk, groups=groups, topk_groups=topk_groups,
-        group_best=2 if sigmoid else 1, sigmoid=sigmoid, normalize=normalize, scaling=2.5, **({} if sigmoid else {"bias_E": None}),
+        group_best=2 if sigmoid else 1, sigmoid=sigmoid, normalize=normalize, scaling=2.5, **({} if corrected else {"bias_E": None}),
     )  # fmt: skip
 
 
 AOT["moe_route"] = (
-    _moe_route("deepseek-v3", 8, 256, 8, 8, 4, True, True),
-    _moe_route("deepseek-v2", 8, 160, 6, 8, 3, False, False),
-    _moe_route("deepseek-v2-lite", 1, 64, 6, 1, 1, False, False),
-    _moe_route("qwen3-30b-a3b", 32, 128, 8, 1, 1, False, True),
-    _moe_route("kimi-k2", 1, 384, 8, 1, 1, True, True),
+    _moe_route("deepseek-v3", 8, 256, 8, 8, 4, True, True, True),
+    _moe_route("deepseek-v2", 8, 160, 6, 8, 3, False, False, False),
+    _moe_route("deepseek-v2-lite", 1, 64, 6, 1, 1, False, False, False),
+    _moe_route("qwen3-30b-a3b", 32, 128, 8, 1, 1, False, True, False),
+    _moe_route("kimi-k2", 1, 384, 8, 1, 1, True, True, True),
+    _moe_route("ernie-4.5-21b-a3b", 8, 64, 6, 1, 1, False, True, True),
 )
 
 

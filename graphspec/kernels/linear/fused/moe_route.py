@@ -44,8 +44,15 @@ def _moe_route(
     rank = logit
     if SIGMOID:
         rank = _sigmoid(logit)
+    else:
+        peak = tl.max(tl.max(logit, 1), 0)
+        peak = tl.where(peak == -float("inf"), 0.0, peak)
+        total = tl.sum(tl.sum(tl.exp(logit - peak), 1), 0)
+        total = tl.where(total == 0.0, 1.0, total)
         if BIASED:
-            rank += shift
+            rank = tl.exp(logit - peak) / total
+    if BIASED:
+        rank += shift
     if TOPK_GROUPS < GROUPS:
         rank = tl.where(inside, rank, -float("inf"))
         worth = tl.max(rank, 1)
@@ -70,13 +77,7 @@ def _moe_route(
         chosen = tl.where(place == k, 0x7FFFFFFF - (top & 0xFFFFFFFF).to(tl.int32), chosen)
     used = place < TOPK
     score = _finite(tl.load(logits + token * row_stride + chosen, mask=used, other=-float("inf")))
-    if SIGMOID:
-        score = _sigmoid(score)
-    else:
-        peak = tl.max(tl.max(logit, 1), 0)
-        peak = tl.where(peak == -float("inf"), 0.0, peak)
-        total = tl.sum(tl.sum(tl.exp(logit - peak), 1), 0)
-        score = tl.exp(score - peak) / tl.where(total == 0.0, 1.0, total)
+    score = _sigmoid(score) if SIGMOID else tl.exp(score - peak) / total
     if NORMALIZE:
         score = score / (tl.sum(tl.where(used, score, 0.0), 0) + eps)
     routed = tl.load(valid + token) != 0
@@ -102,7 +103,7 @@ def moe_route(
     launch(
         _moe_route, (tokens,), logits_TE, bias_E, valid_T.contiguous(), index, weight, scaling, NORM_EPS, logits_TE.stride(0),
         EXPERTS=experts, SIZE=size, TOPK=topk, GROUPS=groups, TOPK_GROUPS=topk_groups, GROUP_BEST=group_best,
-        SIGMOID=sigmoid, NORMALIZE=normalize, BIASED=sigmoid and bias_E is not None,
+        SIGMOID=sigmoid, NORMALIZE=normalize, BIASED=bias_E is not None,
         GROUPS_PAD=triton.next_power_of_2(groups), SIZE_PAD=triton.next_power_of_2(size), TOPK_PAD=triton.next_power_of_2(topk),
         num_warps=1,
     )  # fmt: skip
