@@ -12,13 +12,16 @@ from functools import cache, partial
 from ..config.catalog import entry_point_rows
 from ..errors import ConfigError
 from .family import Family
+from .heads import read_gemma4_heads, read_shared_layers, read_shared_mlp_factor
 from .latent import read_latent
+from .layer_inputs import read_layer_inputs
 from .layer_kinds import (
     dots_keys,
     exaone_keys,
     full_layers_pass,
     gemma2_keys,
     gemma3_keys,
+    gemma4_keys,
     gemma_keys,
     gpt_oss_keys,
     listed_layers_rotate,
@@ -35,6 +38,7 @@ from .layer_kinds import (
 from .layouts import (
     BAMBA_LAYOUT,
     FUSED_LAYOUT,
+    GEMMA4_LAYOUT,
     GPT_OSS_LAYOUT,
     GRANITE_LAYOUT,
     LANGUAGE_LAYOUT,
@@ -57,6 +61,7 @@ from .mamba import (
 )
 from .moe import (
     read_deepseek_experts,
+    read_gemma4_experts,
     read_gpt_oss_experts,
     read_listed_experts,
     read_mistral_experts,
@@ -65,7 +70,7 @@ from .moe import (
     read_qwen3_experts,
     read_qwen3_next_experts,
 )
-from .multipliers import read_falcon_multipliers, read_gemma_multipliers, read_granite_multipliers
+from .multipliers import read_falcon_multipliers, read_gemma4_multipliers, read_gemma_multipliers, read_granite_multipliers
 from .recurrent import read_gated_delta
 
 LLAMA = Family(
@@ -236,6 +241,31 @@ GEMMA3 = replace(
     max_positions=131072,
 )
 """Five layers with a window to one without, which is rotated by another base (arXiv 2503.19786)."""
+GEMMA4 = Family(
+    name="gemma4_text",
+    architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+    layout=GEMMA4_LAYOUT,
+    attention_bias="stated",
+    qk_norm="head",
+    value_norm=True,
+    norms="around",
+    norm="float32",
+    activation="gelu_tanh",
+    layer_scale=True,
+    usual=gemma4_keys,
+    window=window_by_kind,
+    heads=read_gemma4_heads,
+    kv_sources=read_shared_layers,
+    shared_mlp_factor=read_shared_mlp_factor,
+    layer_inputs=read_layer_inputs,
+    experts=read_gemma4_experts,
+    nested="text_config",
+    tied=True,
+    max_positions=131072,
+    multipliers=read_gemma4_multipliers,
+)
+"""Layers that see everything have wider heads than those with a window; values may be keys, experts stand next to a dense MLP, and layers
+may have inputs of their own or read other layers' keys and values."""
 GLM4_MOE = Family(
     name="glm4_moe",
     architectures=("Glm4MoeForCausalLM",),
@@ -280,7 +310,6 @@ KIMI_LINEAR = Family(
 _REFUSED = (
     ("deepseek_v32", ("DeepseekV32ForCausalLM",), "an indexer chooses the tokens that each query sees, which is not supported"),
     ("glm_moe_dsa", ("GlmMoeDsaForCausalLM",), "an indexer chooses the tokens that each query sees, which is not supported"),
-    ("gemma4", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), "its heads have two widths, which is not supported"),
     ("llama4", ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"), "its layers attend within chunks, which is not supported"),
 )
 """Families that are asked for, and what they need that nothing here has."""
@@ -422,6 +451,7 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA,
     GEMMA2,
     GEMMA3,
+    GEMMA4,
     Family(
         name="phi3",
         architectures=("Phi3ForCausalLM",),

@@ -334,12 +334,14 @@ def check_dtypes(name: str, query: Tensor, kv_pool: Tensor) -> None:
 def tile_shape(dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """``(rows, slots of a block, warps)``.
 
-    16-bit types: 64 rows, the fewest of Hopper's warp-group matrix instructions, and as many slots as registers can hold in flight.
-    float32 has no matrix instruction at full precision.
+    16-bit types: 64 rows, the fewest of Hopper's warp-group matrix instructions, and as many slots as registers can hold in flight; heads
+    above 256 take the registers of half of these rows. float32 has no matrix instruction at full precision.
     """
     wide = dim > 128
     if dtype == torch.float32:
         return 16, 16 if wide else 32, 8
+    if dim > 256:
+        return 32, 32, 8
     if wide:
         return 64, 32, 8
     return 64, 128 if dim == triton.next_power_of_2(dim) else 64, 4
