@@ -241,27 +241,20 @@ GEMMA3 = replace(
     max_positions=131072,
 )
 """Five layers with a window to one without, which is rotated by another base (arXiv 2503.19786)."""
-GEMMA4 = Family(
+GEMMA4 = replace(
+    GEMMA3,
     name="gemma4_text",
     architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
     layout=GEMMA4_LAYOUT,
-    attention_bias="stated",
-    qk_norm="head",
-    value_norm=True,
-    norms="around",
     norm="float32",
-    activation="gelu_tanh",
+    value_norm=True,
     layer_scale=True,
     usual=gemma4_keys,
-    window=window_by_kind,
     heads=read_gemma4_heads,
     kv_sources=read_shared_layers,
     shared_mlp_factor=read_shared_mlp_factor,
     layer_inputs=read_layer_inputs,
     experts=read_gemma4_experts,
-    nested="text_config",
-    tied=True,
-    max_positions=131072,
     multipliers=read_gemma4_multipliers,
 )
 """Layers that see everything have wider heads than those with a window; values may be keys, experts stand next to a dense MLP, and layers

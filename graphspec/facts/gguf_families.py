@@ -227,7 +227,7 @@ def _by_layer(header: GgufHeader, name: str) -> list[int]:
     """
     key, count = _key(header, name), integer(header, _key(header, "block_count"))
     value = header.metadata.get(key)
-    found = value if isinstance(value, list) else [value] * count
+    found: list[Any] = value if isinstance(value, list) else [value] * count
     if len(found) != count or not all(type(entry) is int and entry > 0 for entry in found):
         raise header.error(key, f"a whole number above 0, or {count} of them")
     return found

@@ -127,7 +127,7 @@ def config_of(headers: list[GgufHeader]) -> dict[str, Any]:
     width_of_mlp, mixtures = f"{arch}.{MLP_WIDTH}", EXPERTS in row.reads
     layers = integer(first, f"{arch}.block_count") - prediction_heads(first)
     rope = _rope(headers, arch, head_dim)
-    by_layer = {} if KEY_HEADS in row.reads else {"num_key_value_heads": integer(first, f"{arch}.{KEY_HEADS}", heads)}
+    by_layer: dict[str, Any] = {} if KEY_HEADS in row.reads else {"num_key_value_heads": integer(first, f"{arch}.{KEY_HEADS}", heads)}
     if MLP_WIDTH not in row.reads:
         by_layer["intermediate_size"] = None if mixtures and width_of_mlp not in first.metadata else integer(first, width_of_mlp)
     config: dict[str, Any] = {

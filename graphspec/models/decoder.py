@@ -23,6 +23,8 @@ from .stack import DecoderStack, packing_obstacle
 from .vocabulary import token_embedding, vocabulary_head
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..facts import ModelFacts
     from ..kernels.formulas import Rotation
     from .attention import Attention
@@ -203,8 +205,9 @@ class Decoder(nn.Module):
 
     def _places(self, attention: Attention) -> list[tuple[Rotation, Attention]]:
         """By pool, how its layers rotate, and their attention."""
+        further = cast("Sequence[RotaryEmbedding]", self.further_rotaries)
         first = (self.rotary.of(attention), attention)
-        return [first, *((rotary.of(attention), attention.over(pool)) for pool, rotary in enumerate(self.further_rotaries, 1))]
+        return [first, *((rotary.of(attention), attention.over(pool)) for pool, rotary in enumerate(further, 1))]
 
     def _own_inputs(self, token_BT: Tensor, attention: Attention, embedding_BTH: Tensor) -> tuple[Tensor, ...]:
         """By layer its own input; empty: layers have none."""
