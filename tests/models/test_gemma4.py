@@ -267,7 +267,7 @@ def test_a_compiled_engine_gives_the_same(pair: Pair) -> None:
     assert llm.decoders["target"].startswith("op by op: ")
 
 
-def test_flashinfer_and_ranks_are_refused_by_name(tmp_path: Path) -> None:
+def test_ranks_are_refused_by_name(tmp_path: Path) -> None:
     folder = write_hf(build_gemma4("dense"), tmp_path)
     with pytest.raises(ConfigError, match=r"runtime\.tensor_parallel"):
         LLM(folder, variant="none", tensor_parallel=2)
