@@ -70,6 +70,9 @@ def choose_kernels(config: Config, plan: Plan) -> tuple[KernelSet, bool, tuple[L
     for name, facts in (("target", plan.target), ("draft", plan.draft.decoder if plan.draft is not None else None)):
         # Where the drafter skips tokens, its attention stays with the general kernels, except over latent rows with a host step.
         if facts is not None and (name == "target" or plan.variant.shift == 0 or (plan.cycles_need_host_step and facts.latent is not None)):
+            if plan.attention == "flashinfer" and len(facts.pool_heads) > 1:
+                expected = f"another implementation, since layers of the {name} have heads of several shapes"
+                raise ConfigError("kernels.attention", expected, plan.attention)
             heads = facts.num_heads, facts.num_kv_heads, facts.head_dim
             latent = (facts.latent.rank, facts.latent.rope_dim) if facts.latent is not None else None
             kernels.check_model(name, plan.page_size, plan.dtype, *heads, facts.sliding_window, latent=latent)

@@ -12,8 +12,10 @@ from functools import cache, partial
 from ..config.catalog import entry_point_rows
 from ..errors import ConfigError
 from .family import Family
+from .heads import read_gemma4_heads, read_shared_layers, read_shared_mlp_factor
 from .hybrid_families import BAMBA, FALCON_H1, GRANITE_HYBRID, NEMOTRON_H, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from .latent import read_latent
+from .layer_inputs import read_layer_inputs
 from .layer_kinds import (
     dots_keys,
     ernie_keys,
@@ -21,6 +23,7 @@ from .layer_kinds import (
     full_layers_pass,
     gemma2_keys,
     gemma3_keys,
+    gemma4_keys,
     gemma_keys,
     glm_keys,
     gpt_oss_keys,
@@ -40,6 +43,7 @@ from .layer_kinds import (
 from .layouts import (
     ERNIE_MOE_LAYOUT,
     FUSED_LAYOUT,
+    GEMMA4_LAYOUT,
     GLM4_LAYOUT,
     GLM_LAYOUT,
     GPT_OSS_LAYOUT,
@@ -51,6 +55,7 @@ from .layouts import (
 from .moe import (
     read_deepseek_experts,
     read_ernie_experts,
+    read_gemma4_experts,
     read_gpt_oss_experts,
     read_listed_experts,
     read_mistral_experts,
@@ -59,7 +64,7 @@ from .moe import (
     read_qwen2_experts,
     read_qwen3_experts,
 )
-from .multipliers import read_gemma_multipliers, read_granite_multipliers
+from .multipliers import read_gemma4_multipliers, read_gemma_multipliers, read_granite_multipliers
 
 LLAMA = Family(
     name="llama",
@@ -144,6 +149,24 @@ GEMMA3 = replace(
     max_positions=131072,
 )
 """Five layers with a window to one without, which is rotated by another base (arXiv 2503.19786)."""
+GEMMA4 = replace(
+    GEMMA3,
+    name="gemma4_text",
+    architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+    layout=GEMMA4_LAYOUT,
+    norm="float32",
+    value_norm=True,
+    layer_scale=True,
+    usual=gemma4_keys,
+    heads=read_gemma4_heads,
+    kv_sources=read_shared_layers,
+    shared_mlp_factor=read_shared_mlp_factor,
+    layer_inputs=read_layer_inputs,
+    experts=read_gemma4_experts,
+    multipliers=read_gemma4_multipliers,
+)
+"""Layers that see everything have wider heads than those with a window; values may be keys, experts stand next to a dense MLP, and layers
+may have inputs of their own or read other layers' keys and values."""
 GLM4_MOE = Family(
     name="glm4_moe",
     architectures=("Glm4MoeForCausalLM",),
@@ -210,7 +233,6 @@ KIMI_LINEAR = Family(
 _REFUSED = (
     ("deepseek_v32", ("DeepseekV32ForCausalLM",), "an indexer chooses the tokens that each query sees, which is not supported"),
     ("glm_moe_dsa", ("GlmMoeDsaForCausalLM",), "an indexer chooses the tokens that each query sees, which is not supported"),
-    ("gemma4", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), "its heads have two widths, which is not supported"),
     ("llama4", ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"), "its layers attend within chunks, which is not supported"),
 )
 """Families that are asked for, and what they need that nothing here has."""
@@ -383,6 +405,7 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA,
     GEMMA2,
     GEMMA3,
+    GEMMA4,
     Family(
         name="phi3",
         architectures=("Phi3ForCausalLM",),

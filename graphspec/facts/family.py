@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from .heads import LayerHeads
 from .keys import Keys
 from .latent import LatentFacts
+from .layer_inputs import LayerInputs
 from .layer_kinds import Windows, no_window
 from .layouts import QWEN3_5_LAYOUT, SPLIT_LAYOUT, Layout
 from .mamba import Mixer
@@ -48,6 +50,18 @@ class Family:
     """The query projection gives each head a gate next to its query; the sigmoid of it scales the attention's output."""
     multi_head: bool = False
     """Without ``num_key_value_heads`` every query head has keys and values of its own; elsewhere the key is required."""
+    heads: Callable[[Keys, Sequence[int | None]], tuple[LayerHeads, ...]] | None = None
+    """Reads key and value heads of every layer, from config and windows, where they differ; None: all alike."""
+    kv_sources: Callable[[Keys, Sequence[int | None]], tuple[int, ...]] | None = None
+    """Reads which layer's keys and values each layer attends over, from config and windows; None: its own."""
+    value_norm: bool = False
+    """RMSNorm of values over each head, without weights."""
+    layer_scale: bool = False
+    """Each layer multiplies the residual stream that leaves it by a stored number."""
+    layer_inputs: Callable[[Keys], LayerInputs | None] | None = None
+    """Reads inputs that each layer has for itself; None: there are none."""
+    shared_mlp_factor: Callable[[Keys], int] | None = None
+    """Reads how many times wider the MLP is in layers without keys and values of their own; None: once."""
     head_dim: int | None = None
     """Width of a head where the config doesn't say; None: ``hidden_size`` over the number of heads."""
     rope_kinds: tuple[str, ...] = ROPE_KINDS
@@ -105,6 +119,8 @@ class Family:
             self.recurrent,
             self.multipliers,
             self.rotating,
+            self.heads,
+            self.layer_inputs,
         )
         usual = self.layout is SPLIT_LAYOUT and self.norms == "before" and self.activation == "silu"
         return usual and not any(unusual)

@@ -13,7 +13,11 @@ from typing import Any
 
 from .gguf import ARCHITECTURE, GgufHeader
 
-NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+NAMES = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer", "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}  # fmt: skip
 """Tensors outside layers."""
 _ATTENTION = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
@@ -36,6 +40,8 @@ _SHARED = {
 _SINKS = {"attn_sinks.weight": "self_attn.sinks"}
 _USUAL = MappingProxyType({**_ATTENTION, **_MLP, **_BEFORE})
 SLIDING_WINDOW, EXPERTS = "attention.sliding_window", "expert_count"
+KEY_HEADS, MLP_WIDTH = "attention.head_count_kv", "feed_forward_length"
+"""Keys that may have one number for each layer."""
 _SIGMOID = 2
 """``expert_gating_func`` of DeepSeek-V3's routing."""
 
@@ -57,6 +63,8 @@ class Architecture:
         tiled: value heads of recurrent layers lie as ggml repeats key heads: all first ones, then all second ones.
         skips_heads: prediction heads, which the file counts as layers, are not read.
         truncates: the ends of a YaRN rotation's ramp are rounded to whole channels.
+        ropes: ``rope_parameters`` by kind of layer, from those of layers that see everything; None: all are alike.
+        stands: divisors of frequencies say which pairs of a head turn; otherwise they are those of Llama 3's scaling.
     """
 
     name: str
@@ -70,6 +78,8 @@ class Architecture:
     tiled: bool = False
     skips_heads: bool = False
     truncates: bool = True
+    ropes: Callable[[GgufHeader, dict[str, Any]], dict[str, Any]] | None = None
+    stands: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +217,53 @@ def _gemma3(header: GgufHeader) -> dict[str, Any]:
         "layer_types": _kinds(header, 6, windowed=window is not None),
         "rope_local_base_freq": number(header, _key(header, "rope.freq_base_swa"), 10000.0),
     }  # fmt: skip
+
+
+def _by_layer(header: GgufHeader, name: str) -> list[int]:
+    """One whole number above 0 for each layer, which files may have as one number for all.
+
+    Raises:
+        CheckpointError: something else.
+    """
+    key, count = _key(header, name), integer(header, _key(header, "block_count"))
+    value = header.metadata.get(key)
+    found: list[Any] = value if isinstance(value, list) else [value] * count
+    if len(found) != count or not all(type(entry) is int and entry > 0 for entry in found):
+        raise header.error(key, f"a whole number above 0, or {count} of them")
+    return found
+
+
+def _gemma4(header: GgufHeader) -> dict[str, Any]:
+    """Its keys about heads are those of layers that see everything, and, with ``_swa``, of the others."""
+    kinds, heads, widths = _kinds(header, 6, windowed=True), _by_layer(header, KEY_HEADS), _by_layer(header, MLP_WIDTH)
+    counts = dict(zip(kinds, heads, strict=True))
+    shared = header.metadata.get(_key(header, "attention.shared_kv_layers"), 0)
+    own = kinds[: len(kinds) - shared] if isinstance(shared, int) and shared > 0 else kinds
+    wide = integer(header, _key(header, "attention.key_length"))
+    inputs = header.metadata.get(_key(header, "embedding_length_per_layer_input"), 0)
+    experts = bool(header.metadata.get(_key(header, EXPERTS)))
+    mixture = {
+        "num_experts": integer(header, _key(header, EXPERTS)),
+        "top_k_experts": integer(header, _key(header, "expert_used_count")),
+        "moe_intermediate_size": integer(header, _key(header, "expert_feed_forward_length")),
+    } if experts else {}  # fmt: skip
+    if inputs:
+        mixture["vocab_size_per_layer_input"] = header.tensors["per_layer_token_embd.weight"].shape[0]
+    return {
+        **mixture, "attention_bias": _biased(header), "enable_moe_block": experts, "layer_types": kinds, "sliding_window": _window(header),
+        "final_logit_softcapping": _caps(header)["final_logit_softcapping"], "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths[-1] == 2 * widths[0], "num_kv_shared_layers": shared, "hidden_size_per_layer_input": inputs,
+        "head_dim": integer(header, _key(header, "attention.key_length_swa"), wide), "global_head_dim": wide,
+        "num_key_value_heads": counts.get("sliding_attention", heads[0]), "num_global_key_value_heads": counts.get("full_attention"),
+        "attention_k_eq_v": any(
+            kind == "full_attention" and f"blk.{layer}.attn_v.weight" not in header.tensors for layer, kind in enumerate(own)
+        ),
+    }  # fmt: skip
+
+
+def _gemma4_ropes(header: GgufHeader, rope: dict[str, Any]) -> dict[str, Any]:
+    """Its windowed layers have a base of their own, and turn whole."""
+    return {"full_attention": rope, "sliding_attention": {"rope_theta": number(header, _key(header, "rope.freq_base_swa"), 10000.0)}}
 
 
 def _qwen3_experts(header: GgufHeader) -> dict[str, Any]:
@@ -355,6 +412,14 @@ _GLM4 = {
     "attn_norm": "input_layernorm", "post_attention_norm": "post_self_attn_layernorm", "ffn_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_mlp_layernorm", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
+_GEMMA4 = {
+    "layer_output_scale.weight": "layer_scalar", "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm", "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1", "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "ffn_gate_inp": "router.proj", "ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale",
+    "ffn_gate_up_exps": "experts.#.gate_up_proj", "ffn_gate_exps": "experts.#.gate_proj", "ffn_up_exps": "experts.#.up_proj",
+    "ffn_down_exps": "experts.#.down_proj",
+}  # fmt: skip
 _CAPS = frozenset(("attn_logit_softcapping", "final_logit_softcapping"))
 _GELU = "gelu_pytorch_tanh"
 
@@ -384,6 +449,10 @@ ARCHITECTURES = {
     "gemma3": Architecture(
         "Gemma3ForCausalLM", config=_gemma3, names={**_ATTENTION, **_MLP, **_AROUND}, offset=True, activation=_GELU,
         reads=_CAPS | {SLIDING_WINDOW},
+    ),
+    "gemma4": Architecture(
+        "Gemma4ForCausalLM", config=_gemma4, names={**_ATTENTION, **_MLP, **_AROUND, **_GEMMA4}, activation=_GELU,
+        reads=_CAPS | {SLIDING_WINDOW, EXPERTS, KEY_HEADS, MLP_WIDTH}, ropes=_gemma4_ropes, stands=True,
     ),
     "olmo2": Architecture("Olmo2ForCausalLM", config=_olmo2, names={**_ATTENTION, **_MLP, **_AFTER}, reads=frozenset((SLIDING_WINDOW,))),
     "exaone4": Architecture(

@@ -20,7 +20,18 @@ from ..errors import CheckpointError, ResourceError
 from ..host.native_build import ELSEWHERE, cache_folder
 from .files import find_file
 from .gguf import ARCHITECTURE, GgufHeader, parts_of, read_headers
-from .gguf_families import ARCHITECTURES, EXPERTS, NAMES, SLIDING_WINDOW, Architecture, integer, number, prediction_heads
+from .gguf_families import (
+    ARCHITECTURES,
+    EXPERTS,
+    KEY_HEADS,
+    MLP_WIDTH,
+    NAMES,
+    SLIDING_WINDOW,
+    Architecture,
+    integer,
+    number,
+    prediction_heads,
+)
 from .gguf_tokenizer import chat_templates, ends_of, read_gguf_tokenizer, special_ids
 
 WEIGHTS = "model.gguf"
@@ -39,7 +50,9 @@ NEUTRAL: dict[str, tuple[float, ...]] = {
 """Keys that would change the computation, and the values with which they don't. A width of values is neutral if it is that of keys."""
 _LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.((?:nextn\.)?\w+)(?:\.(\w+))?")
 _FREQUENCIES = "rope_freqs.weight"
-"""Divisors of the frequencies of a scaled rotation."""
+"""Divisors of the frequencies of a rotation."""
+_STANDING = 1e20
+"""A divisor above this makes a pair of channels stand still."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The only scaling of Llama 3 that was published; ``factor`` follows from the divisors."""
 
@@ -111,22 +124,25 @@ def config_of(headers: list[GgufHeader]) -> dict[str, Any]:
     merged = GgufHeader(first.file, first.metadata, {name: tensor for header in headers for name, tensor in header.tensors.items()})
     if "token_embd.weight" not in names:
         raise CheckpointError(f"{first.file}: token_embd.weight", "the embedding", "no such tensor")
-    width_of_mlp, mixtures = f"{arch}.feed_forward_length", EXPERTS in row.reads
+    width_of_mlp, mixtures = f"{arch}.{MLP_WIDTH}", EXPERTS in row.reads
     layers = integer(first, f"{arch}.block_count") - prediction_heads(first)
+    rope = _rope(headers, arch, head_dim)
+    by_layer: dict[str, Any] = {} if KEY_HEADS in row.reads else {"num_key_value_heads": integer(first, f"{arch}.{KEY_HEADS}", heads)}
+    if MLP_WIDTH not in row.reads:
+        by_layer["intermediate_size"] = None if mixtures and width_of_mlp not in first.metadata else integer(first, width_of_mlp)
     config: dict[str, Any] = {
         "architectures": [row.name],
         "vocab_size": merged.tensors["token_embd.weight"].shape[0],
         "hidden_size": width,
-        "intermediate_size": None if mixtures and width_of_mlp not in first.metadata else integer(first, width_of_mlp),
+        **by_layer,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": integer(first, f"{arch}.attention.head_count_kv", heads),
         "head_dim": head_dim,
         "rms_norm_eps": number(first, f"{arch}.attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": integer(first, f"{arch}.context_length"),
         "tie_word_embeddings": "output.weight" not in names,
         "hidden_act": row.activation,
-        "rope_parameters": _rope(headers, arch, head_dim),
+        "rope_parameters": rope if row.ropes is None else row.ropes(first, rope),
         "dtype": "bfloat16",
         **special_ids(first),
         **row.config(merged),
@@ -173,11 +189,40 @@ def _rope(headers: list[GgufHeader], arch: str, head_dim: int) -> dict[str, Any]
         if not architecture_of(header).truncates:
             rope["truncate"] = False
     for holder in headers:
-        if _FREQUENCIES in holder.tensors:
+        if _FREQUENCIES in holder.tensors and architecture_of(header).stands:
+            rope |= {"rope_type": "proportional", "partial_rotary_factor": _turning_share(holder, head_dim)}
+        elif _FREQUENCIES in holder.tensors:
             if kind != "none":
                 raise header.error(f"{arch}.rope.scaling.type", f"none next to {_FREQUENCIES}")
             rope |= {"rope_type": "llama3", **_LLAMA3, "factor": _llama3_factor(holder, rope["rope_theta"], head_dim)}
     return rope
+
+
+def _divisors(header: GgufHeader, head_dim: int) -> tuple[float, ...]:
+    """Those of the frequencies, which this file has.
+
+    Raises:
+        CheckpointError: not one float32 for each pair of a head.
+    """
+    file, tensor = header.file, header.tensors[_FREQUENCIES]
+    if tensor.type != "F32" or tensor.shape != (head_dim // 2,):
+        raise CheckpointError(f"{file}: {_FREQUENCIES}", f"F32 of shape {[head_dim // 2]}", f"{tensor.type} of shape {list(tensor.shape)}")
+    with file.open("rb") as stream:
+        stream.seek(tensor.begin)
+        return struct.unpack(f"<{tensor.nbytes // 4}f", stream.read(tensor.nbytes))
+
+
+def _turning_share(header: GgufHeader, head_dim: int) -> float:
+    """The share of a head's pairs that turn, the first ones.
+
+    Raises:
+        CheckpointError: divisors that say something else.
+    """
+    found = _divisors(header, head_dim)
+    turning = sum(divisor == 1 for divisor in found)
+    if not turning or any(divisor != 1 for divisor in found[:turning]) or not all(divisor > _STANDING for divisor in found[turning:]):
+        raise CheckpointError(f"{header.file}: {_FREQUENCIES}", f"ones, then numbers above {_STANDING:g}", "others")
+    return turning / len(found)
 
 
 def _llama3_factor(header: GgufHeader, theta: float, head_dim: int) -> float:
@@ -186,12 +231,7 @@ def _llama3_factor(header: GgufHeader, theta: float, head_dim: int) -> float:
     Raises:
         CheckpointError: divisors of another scaling.
     """
-    file, tensor = header.file, header.tensors[_FREQUENCIES]
-    if tensor.type != "F32" or tensor.shape != (head_dim // 2,):
-        raise CheckpointError(f"{file}: {_FREQUENCIES}", f"F32 of shape {[head_dim // 2]}", f"{tensor.type} of shape {list(tensor.shape)}")
-    with file.open("rb") as stream:
-        stream.seek(tensor.begin)
-        found = struct.unpack(f"<{tensor.nbytes // 4}f", stream.read(tensor.nbytes))
+    file, found = header.file, _divisors(header, head_dim)
     factor, count = max(found), len(found)
     if not factor >= 1 or not theta > 1:
         raise CheckpointError(f"{file}: {_FREQUENCIES}", "divisors of at least 1, and a base above 1", f"{factor:g}, {theta:g}")

@@ -142,8 +142,8 @@ def read_gguf_tokenizer(header: GgufHeader) -> tuple[dict[str, Any], dict[str, A
     kind = header.metadata.get(_MODEL)
     if kind in (None, "none"):
         return None
-    if kind not in ("gpt2", "llama"):
-        raise header.error(_MODEL, "gpt2 or llama", "pass token ids as prompts with a folder that has no tokenizer")
+    if kind not in ("gpt2", "llama", "gemma4"):
+        raise header.error(_MODEL, "gpt2, llama or gemma4", "pass token ids as prompts with a folder that has no tokenizer")
     tokens = header.metadata.get(_TOKENS)
     if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
         raise CheckpointError(f"{header.file}: {_TOKENS}", "a list of texts", brief(type(tokens).__name__))
@@ -156,11 +156,11 @@ def read_gguf_tokenizer(header: GgufHeader) -> tuple[dict[str, Any], dict[str, A
             "special": kind_of != _USER_DEFINED,
         }
         for place, (token, kind_of) in enumerate(zip(tokens, types, strict=True))
-        if kind_of in (_CONTROL, _USER_DEFINED) or (kind_of == _UNKNOWN and kind == "llama")
+        if kind_of in (_CONTROL, _USER_DEFINED) or (kind_of == _UNKNOWN and kind != "gpt2")
     ]  # fmt: skip
     document: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
     document |= _byte_pairs(header, tokens) if kind == "gpt2" else _sentence_pieces(header, tokens, types)
-    begins = _flag(header, "add_bos_token", kind == "llama" or _pre(header).begins)
+    begins = _flag(header, "add_bos_token", kind != "gpt2" or _pre(header).begins)
     around = {
         name: token
         for name, wanted in (("bos", begins), ("eos", _flag(header, "add_eos_token", False)))
@@ -200,15 +200,19 @@ def _pre(header: GgufHeader) -> PreTokenizer:
     return PRE_TOKENIZERS[name]
 
 
-def _byte_pairs(header: GgufHeader, tokens: list[str]) -> dict[str, Any]:
-    pre = _pre(header)
+def _listed_merges(header: GgufHeader) -> list[list[str]]:
     merges = header.metadata.get(_MERGES)
     if not isinstance(merges, list) or not all(isinstance(merge, str) and merge.count(" ") == 1 for merge in merges):
         raise CheckpointError(f"{header.file}: {_MERGES}", "a list of pairs", brief(merges, 40))
+    return [merge.split(" ") for merge in merges]
+
+
+def _byte_pairs(header: GgufHeader, tokens: list[str]) -> dict[str, Any]:
+    pre = _pre(header)
     model = {
         "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": False,
         "byte_fallback": False, "ignore_merges": pre.whole_words, "vocab": {token: place for place, token in enumerate(tokens)},
-        "merges": [merge.split(" ") for merge in merges],
+        "merges": _listed_merges(header),
     }  # fmt: skip
     return {
         "normalizer": {"type": "NFC"} if pre.composed else None, "pre_tokenizer": pre.cut, "post_processor": None,
@@ -217,24 +221,12 @@ def _byte_pairs(header: GgufHeader, tokens: list[str]) -> dict[str, Any]:
 
 
 def _sentence_pieces(header: GgufHeader, tokens: list[str], types: list[int]) -> dict[str, Any]:
-    """SentencePiece's byte-pair encoding: pairs merge in the order of the scores of what they make."""
-    scores = header.metadata.get(_SCORES)
-    if not isinstance(scores, list) or len(scores) != len(tokens) or not set(map(type, scores)) <= {int, float}:
-        raise CheckpointError(f"{header.file}: {_SCORES}", f"{len(tokens)} scores", brief(scores, 40))
-    place = {token: number for number, token in enumerate(tokens)}
-    merges = []
-    for number, token in enumerate(tokens):
-        if types[number] in (_CONTROL, _BYTE, _UNKNOWN):
-            continue
-        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-        known = [pair for pair in pairs if pair[0] in place and pair[1] in place]
-        merges += [(scores[number], *pair) for pair in sorted(known, key=lambda pair: (place[pair[0]], place[pair[1]]))]
-    merges.sort(key=lambda merge: -merge[0])
-    unknown = _ids(header, "unknown")
+    """SentencePiece's byte-pair encoding: pairs merge in the order of the scores of what they make, or as the file lists them (Gemma 4)."""
+    unknown, place = _ids(header, "unknown"), {token: number for number, token in enumerate(tokens)}
     model = {
         "type": "BPE", "dropout": None, "unk_token": tokens[unknown] if unknown is not None else None, "continuing_subword_prefix": None,
         "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False, "vocab": place,
-        "merges": [[left, right] for _, left, right in merges],
+        "merges": _listed_merges(header) if header.metadata[_MODEL] == "gemma4" else _scored_merges(header, tokens, types, place),
     }  # fmt: skip
     steps: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
     strip = []
@@ -246,3 +238,19 @@ def _sentence_pieces(header: GgufHeader, tokens: list[str], types: list[int]) ->
         "normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": None, "post_processor": None,
         "decoder": {"type": "Sequence", "decoders": decoder}, "model": model,
     }  # fmt: skip
+
+
+def _scored_merges(header: GgufHeader, tokens: list[str], types: list[int], place: dict[str, int]) -> list[list[str]]:
+    """Pairs of tokens that make a token, those with the best score of what they make first."""
+    scores = header.metadata.get(_SCORES)
+    if not isinstance(scores, list) or len(scores) != len(tokens) or not set(map(type, scores)) <= {int, float}:
+        raise CheckpointError(f"{header.file}: {_SCORES}", f"{len(tokens)} scores", brief(scores, 40))
+    merges = []
+    for number, token in enumerate(tokens):
+        if types[number] in (_CONTROL, _BYTE, _UNKNOWN):
+            continue
+        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        known = [pair for pair in pairs if pair[0] in place and pair[1] in place]
+        merges += [(scores[number], *pair) for pair in sorted(known, key=lambda pair: (place[pair[0]], place[pair[1]]))]
+    merges.sort(key=lambda merge: -merge[0])
+    return [[left, right] for _, left, right in merges]

@@ -190,6 +190,37 @@ def gemma3_keys(keys: Keys) -> Keys:
     return Keys(_by_kind(usual.values, 1e6, 1e4, ("full_attention",)), keys.where)
 
 
+_GEMMA4 = {
+    "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6, "sliding_window": 512, "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    },
+}  # fmt: skip
+"""What transformers takes for granted."""
+
+
+def gemma4_keys(keys: Keys) -> Keys:
+    """Gemma 4's config with ``layer_types``, of which the last is always full attention.
+
+    Raises:
+        CheckpointError: another activation, or attention in both directions.
+    """
+    stated = {key: value for key, value in keys.values.items() if value is not None}
+    usual = Keys({**_GEMMA4, **stated}, keys.where)
+    if usual.values["hidden_activation"] != "gelu_pytorch_tanh":
+        raise usual.error("hidden_activation", "gelu_pytorch_tanh")
+    usual.values["hidden_act"] = "gelu_pytorch_tanh"
+    if usual.values.get("use_bidirectional_attention") not in (None, False, "vision"):  # of images alone
+        raise usual.error("use_bidirectional_attention", "vision or null")
+    kinds = usual.values.get("layer_types", _every(usual, 6))
+    if isinstance(kinds, list) and kinds:
+        usual.values["layer_types"] = [*kinds[:-1], "full_attention"]
+    return usual
+
+
 def olmo3_keys(keys: Keys) -> Keys:
     """OLMo 3's config with ``layer_types``, and ``rope_parameters`` by kind of layer: only layers that see everything are scaled.
 

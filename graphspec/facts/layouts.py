@@ -173,6 +173,7 @@ QWEN3_5_LAYOUT = _target(
 """Qwen3.5; the language model of a checkpoint that also sees images. Experts are stored in one tensor, or one by one."""
 
 _SEEING = ("vision_tower.", "multi_modal_projector.", "visual.")
+_HEARING = ("embed_vision.", "audio_tower.", "embed_audio.")
 _language = partial(
     _target,
     renamed=(("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")),
@@ -183,6 +184,47 @@ LANGUAGE_LAYOUT = _language()
 
 MISTRAL4_LAYOUT = _language(*_tensors("layers.*.mlp.", "model.layers.*.mlp.experts.", _STACKED))
 """The same with the experts of a layer in one tensor, or one by one."""
+
+
+def _gemma4_rules(ours: str, theirs: str) -> tuple[TensorRule, ...]:
+    """What Gemma 4's layers have beyond Llama's: a number, inputs of their own, and experts next to a dense MLP, each with norms."""
+    names = {
+        "scale_1": "layer_scalar",
+        "layer_input.gate.weight": "per_layer_input_gate.weight",
+        "layer_input.proj.weight": "per_layer_projection.weight",
+        "layer_input.norm.weight": "post_per_layer_input_norm.weight",
+        "mlp.dense.gate_up_proj.weight": "mlp.gate_proj.weight mlp.up_proj.weight",
+        "mlp.dense.down_proj.weight": "mlp.down_proj.weight",
+        "mlp.dense_norm.weight": "post_feedforward_layernorm_1.weight",
+        "mlp.entering_norm.weight": "pre_feedforward_layernorm_2.weight",
+        "mlp.mixture_norm.weight": "post_feedforward_layernorm_2.weight",
+        "mlp.mixture.router.weight": "router.proj.weight",
+        "mlp.mixture.router_scale_H": "router.scale",
+        "mlp.mixture.expert_scale_E": "router.per_expert_scale",
+        "mlp.mixture.gate_up_EFH": "experts.gate_up_proj",
+        "mlp.mixture.down_EHF": "experts.down_proj",
+    }
+    one_by_one = {
+        "mlp.mixture.gate_up_EFH": "experts.#.gate_proj.weight experts.#.up_proj.weight",
+        "mlp.mixture.down_EHF": "experts.#.down_proj.weight",
+    }
+    both = {"mlp.mixture.gate_up_EFH": "experts.#.gate_up_proj.weight"}  # of a GGUF file
+    entering = {"self_attn.qk_proj": "self_attn.q_proj self_attn.k_proj"}
+    tables = (names, one_by_one, both)
+    return (*(rule for table in tables for rule in _tensors(ours, theirs, table)), *_matrices(ours, theirs, entering))
+
+
+_LAYER_INPUTS = {
+    "layer_inputs.embed_tokens.weight": "embed_tokens_per_layer.weight",
+    "layer_inputs.proj.weight": "per_layer_model_projection.weight",
+    "layer_inputs.norm.weight": "per_layer_projection_norm.weight",
+}
+GEMMA4_LAYOUT = _language(
+    *_gemma4_rules("layers.*.", "model.layers.*."),
+    *_tensors("", "model.", _LAYER_INPUTS),
+    unread=tuple(prefix + name for prefix in ("model.", "") for name in (*_SEEING, *_HEARING)),
+)
+"""Gemma 4: of a checkpoint that also sees and hears, the language model."""
 
 QWEN3_NEXT_LAYOUT = _target(*_hybrid_rules("in_proj_qkvz", "in_proj_ba"))
 """Qwen3-Next, whose projections are stored key head by key head."""

@@ -6,6 +6,7 @@ of transformers 5. A key that would change the computation and isn't supported i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from .families import LLAMA, all_families, find_family, target_architectures
 from .family import Family
 from .files import find_file
 from .generation import FILE as GENERATION_FILE
+from .heads import LayerHeads
 from .keys import (
     MAX_HEAD_DIM,
     MAX_HEADS,
@@ -29,6 +31,7 @@ from .keys import (
     read_keys,
 )
 from .latent import LatentFacts, rope_dim
+from .layer_inputs import LayerInputs
 from .mamba import Mixer
 from .moe import ExpertFacts
 from .multipliers import NO_MULTIPLIERS, Multipliers
@@ -87,6 +90,14 @@ class ModelFacts:
     """Layers with a recurrent state, in place of keys and values or next to them."""
     layer_rope: tuple[RopeFacts, ...] = ()
     """Per layer, where they are rotated differently; empty: all by ``rope``."""
+    layer_heads: tuple[LayerHeads, ...] = ()
+    """Per layer, where they differ; empty: ``num_kv_heads`` of ``head_dim`` in all."""
+    kv_sources: tuple[int, ...] = ()
+    """Per layer, the one whose keys and values it reads; empty: its own in all."""
+    shared_mlp_factor: int = 1
+    """By which the MLP is wider in layers without keys and values of their own."""
+    layer_inputs: LayerInputs | None = None
+    """Inputs of each layer's own."""
     mixers: tuple[Mixer, ...] | None = None
     """What each layer holds, where it is one net; None: attention or a recurrent net, and an MLP."""
     multipliers: Multipliers = NO_MULTIPLIERS
@@ -97,30 +108,73 @@ class ModelFacts:
     stored_vocab_size: int | None = None
     """Rows of embedding and language-model head in the file, of which the first ``vocab_size`` are read; None: that many."""
 
+    def heads(self, layer: int) -> LayerHeads:
+        """Key and value heads of a layer, without latent attention."""
+        return self.layer_heads[layer] if self.layer_heads else LayerHeads(self.num_kv_heads, self.head_dim)
+
     @property
-    def kv_row(self) -> tuple[int, int, int]:
-        """Shape of a layer's cache row of a token: sides (keys and values, or one latent row), heads, and the width of each."""
-        return (2, self.num_kv_heads, self.head_dim) if self.latent is None else (1, 1, self.latent.row_dim)
+    def pool_heads(self) -> tuple[LayerHeads, ...]:
+        """The different heads of the layers, in the order of the layers; each kind has a KV pool of its own, all over one page table."""
+        return tuple(dict.fromkeys(one.shape for one in self.layer_heads or (self.heads(0),)))
+
+    def pool(self, layer: int) -> int:
+        """The number of the KV pool that a layer attends over."""
+        return self.pool_heads.index(self.heads(layer).shape) if self.layer_heads else 0
+
+    @property
+    def kv_rows(self) -> tuple[tuple[int, int, int], ...]:
+        """By pool, the shape of a token's row in a layer: sides (keys and values, or one latent row), heads, and the width of each."""
+        if self.latent is not None:
+            return ((1, 1, self.latent.row_dim),)
+        return tuple((2, heads.count, heads.dim) for heads in self.pool_heads)
+
+    def pool_layers(self, pool: int) -> int:
+        """Layers that keep keys and values in a pool."""
+        own = self.pool_heads[pool]
+        return sum(self.keeps(layer) and self.heads(layer).shape == own for layer in range(self.num_layers))
 
     def is_recurrent(self, layer: int) -> bool:
         """The layer keeps a recurrent state."""
         return self.recurrent is not None and self.recurrent.layers[layer]
 
     def attends(self, layer: int) -> bool:
-        """The layer keeps keys and values."""
+        """The layer has attention."""
         if self.mixers is not None:
             return self.mixers[layer] == "attention"
         return self.family.side_by_side or not self.is_recurrent(layer)
 
+    def keeps(self, layer: int) -> bool:
+        """The layer attends, and over keys and values of its own."""
+        return self.attends(layer) and (not self.kv_sources or self.kv_sources[layer] == layer)
+
+    def mlp_size(self, layer: int) -> int:
+        """Width of a layer's dense MLP."""
+        return self.intermediate_size * (1 if self.keeps(layer) or not self.attends(layer) else self.shared_mlp_factor)
+
     def place(self, layer: int) -> int:
-        """The layer's number among the layers of its kind: in the KV pool, or in the recurrent states."""
-        kind = self.is_recurrent if self.is_recurrent(layer) else self.attends
-        return sum(kind(before) for before in range(layer))
+        """The layer's number among the layers of its kind: in the recurrent states, or in its KV pool, that of the layer whose keys and
+        values it reads.
+        """
+        if self.is_recurrent(layer):
+            return sum(self.is_recurrent(before) for before in range(layer))
+        own, source = self.heads(layer).shape, self.kv_sources[layer] if self.kv_sources else layer
+        return sum(self.keeps(before) and self.heads(before).shape == own for before in range(source))
 
     @property
-    def ropes(self) -> tuple[RopeFacts, ...]:
-        """The different rotations of the layers, ``rope`` first."""
-        return distinct_ropes((self.rope, *self.layer_rope), self.head_dim)
+    def ropes(self) -> tuple[tuple[RopeFacts, ...], ...]:
+        """By pool, the different rotations of its layers, ``rope`` first; each pool's are a table of angles for every position."""
+        if not self.layer_heads:
+            return (distinct_ropes((self.rope, *self.layer_rope), self.head_dim),)
+        each = self.layer_rope or (self.rope,) * self.num_layers
+        kinds = [(own, [rope for rope, one in zip(each, self.layer_heads, strict=True) if one.shape == own]) for own in self.pool_heads]
+        return tuple(distinct_ropes(ropes, heads.dim) for heads, ropes in kinds)
+
+    @property
+    def rope_columns(self) -> int:
+        """Cosines and sines of one position in all tables of angles."""
+        if self.rope.kind == "dynamic":  # computed, not looked up
+            return 0
+        return sum(len(ropes) * ropes[0].rotary_dim(heads.dim) for ropes, heads in zip(self.ropes, self.pool_heads, strict=True))
 
     def rotated_alike(self, where: str) -> ModelFacts:
         """The same with one rotation for all layers, as draft networks have it.
@@ -133,8 +187,8 @@ class ModelFacts:
         return replace(self, rope=self.layer_rope[0], layer_rope=()) if self.layer_rope else self
 
     def rope_index(self, layer: int) -> int:
-        """The place of a layer's rotation in ``ropes``."""
-        return self.ropes.index(self.layer_rope[layer]) if self.layer_rope else 0
+        """The place of a layer's rotation among those of its pool."""
+        return self.ropes[self.pool(layer)].index(self.layer_rope[layer]) if self.layer_rope else 0
 
     @property
     def longest_context(self) -> int:
@@ -144,13 +198,12 @@ class ModelFacts:
     @property
     def kv_layers(self) -> int:
         """Layers that keep keys and values."""
-        return sum(self.attends(layer) for layer in range(self.num_layers))
+        return sum(self.keeps(layer) for layer in range(self.num_layers))
 
-    @property
-    def score_scale(self) -> float:
-        """Factor of attention scores, without latent attention."""
+    def score_scale(self, layer: int) -> float:
+        """Factor of a layer's attention scores, without latent attention."""
         stated = self.multipliers.attention
-        return (self.head_dim**-0.5 if stated is None else stated) * self.multipliers.scores
+        return (self.heads(layer).dim ** -0.5 if stated is None else stated) * self.multipliers.scores
 
     def has_experts(self, layer: int) -> bool:
         """The MLP of this layer is a mixture."""
@@ -175,8 +228,12 @@ class ModelFacts:
         """
         if size == 1:
             return self
+        reason = ""
         if self.family.side_by_side:
             reason = "has attention and a recurrent net side by side"
+        if self.layer_heads:
+            reason = "has heads that differ from layer to layer"
+        if reason:
             raise ConfigError("runtime.tensor_parallel", f"1 for {self.architecture}, which {reason}", size)
         _check_ranks(self, size)
         sharding = sharding_of(rank, size, self.num_heads, self.num_kv_heads)
@@ -200,11 +257,13 @@ class ModelFacts:
         """The same without its first layers."""
         experts = self.experts and replace(self.experts, layers=self.experts.layers[first:])
         recurrent = self.recurrent and self.recurrent.layers_from(first)
+        assert not self.kv_sources, "layers that each have their own keys and values"
         return replace(
             self,
             num_layers=self.num_layers - first,
             sliding_window=self.sliding_window[first:],
             layer_rope=self.layer_rope[first:],
+            layer_heads=self.layer_heads[first:],
             experts=experts,
             recurrent=recurrent,
             mixers=self.mixers and self.mixers[first:],
@@ -257,14 +316,15 @@ def _read_dtype(keys: Keys) -> str:
 
 
 def _read_ropes(
-    keys: Keys, family: Family, max_position_embeddings: int, head_dim: int, windows: tuple[int | None, ...]
+    keys: Keys, family: Family, max_position_embeddings: int, head_dim: int, windows: tuple[int | None, ...], heads: Sequence[LayerHeads]
 ) -> tuple[RopeFacts, tuple[RopeFacts, ...]]:
-    """``rope`` and ``layer_rope`` of :class:`ModelFacts`."""
+    """``rope`` and ``layer_rope`` of :class:`ModelFacts`; ``heads``: its ``layer_heads``."""
     none = RopeFacts(0.0, NO_ROPE)
     if not read_position_embedding(keys, family.rotates):
         return none, ()
     kinds = rotating_kinds(keys, windows)
-    found = read_rope(keys, max_position_embeddings, head_dim, family.rope_kinds, family.partial_rotary, kinds)
+    dims = {LAYER_KINDS[window is not None]: one.dim for window, one in zip(windows, heads, strict=bool(heads))}
+    found = read_rope(keys, max_position_embeddings, head_dim, family.rope_kinds, family.partial_rotary, kinds, dims)
     rotates = family.rotating(keys, windows) if family.rotating is not None else (True,) * len(windows)
     each = [found.get(LAYER_KINDS[window is not None], next(iter(found.values()))) for window in windows]
     layers = tuple(rope if turns else none for rope, turns in zip(each, rotates, strict=True))
@@ -274,6 +334,10 @@ def _read_ropes(
         raise keys.error("rope_scaling" if keys.present("rope_scaling") else "rope_parameters", expected)
     if len(set(layers)) == 1:
         return layers[0], ()
+    if len({one.dim for one in heads}) > 1:
+        if any(rope.kind == "dynamic" for rope in layers):
+            raise keys.error("rope_parameters", "no dynamic scaling where heads have several widths")
+        return first, layers
     try:
         return distinct_ropes((first, *layers), head_dim)[0], layers
     except ValueError as error:
@@ -333,7 +397,16 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
     bias = keys.flag("attention_bias", False) and family.attention_bias in ("stated", "apart")
     output_bias = bias if family.attention_bias != "apart" else keys.flag("attention_out_bias", False)
     windows = family.window(keys, num_layers)
-    rope, layer_rope = _read_ropes(keys, family, max_position_embeddings, head_dim, windows)
+    heads = family.heads(keys, windows) if family.heads is not None else ()
+    for one in heads:
+        if num_heads % one.count:
+            raise keys.error("num_global_key_value_heads", f"a divisor of num_attention_heads = {num_heads}")
+        if one.dim % 2:
+            raise keys.error("global_head_dim", "an even number (RoPE rotates pairs)")
+    sources = family.kv_sources(keys, windows) if family.kv_sources is not None else ()
+    if any(heads[layer].shape != heads[source].shape for layer, source in enumerate(sources if heads else ())):
+        raise keys.error("per_layer_config", "the same heads in layers that share keys and values")
+    rope, layer_rope = _read_ropes(keys, family, max_position_embeddings, head_dim, windows, heads)
     return ModelFacts(
         path=path,
         architecture=architecture,
@@ -354,6 +427,10 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
         sliding_window=windows,
         rope=rope,
         layer_rope=layer_rope,
+        layer_heads=heads,
+        kv_sources=sources,
+        shared_mlp_factor=family.shared_mlp_factor(keys) if family.shared_mlp_factor is not None else 1,
+        layer_inputs=family.layer_inputs(keys) if family.layer_inputs is not None else None,
         bos_token_id=None,
         eos_token_ids=(),
         dtype=_read_dtype(keys),

@@ -38,6 +38,9 @@ class ExpertFacts:
     scaling: float = 1.0
     float32_router: bool = False
     """Router weights and logits are float32, whatever the dtype of the model."""
+    beside_dense: bool = False
+    """Each mixture stands next to a dense MLP. Both have norms of their own, and the router reads the residual stream through one without
+    weights, times a stored vector; stored numbers scale the experts (Gemma 4)."""
     biases: bool = False
     """Router and experts have biases."""
     alpha: float = 1.0
@@ -168,6 +171,27 @@ def read_gpt_oss_experts(keys: Keys, num_layers: int) -> ExpertFacts:
         biases=True,
         alpha=keys.number("swiglu_alpha", 1.702),
         limit=keys.number("swiglu_limit", 7.0),
+    )
+
+
+def read_gemma4_experts(keys: Keys, num_layers: int) -> ExpertFacts | None:
+    """Gemma 4: softmax, normalised, next to a dense MLP in every layer; ``enable_moe_block`` says whether there are any.
+
+    Raises:
+        CheckpointError: a key that is missing, wrong or not supported.
+    """
+    if not keys.flag("enable_moe_block", False):
+        return None
+    experts, topk = _read_count(keys, "num_experts", num_layers), keys.integer("top_k_experts")
+    if topk > experts:
+        raise keys.error("top_k_experts", f"at most the {experts} experts")
+    return ExpertFacts(
+        layers=(True,) * num_layers,
+        num_experts=experts,
+        topk=topk,
+        intermediate_size=keys.integer("moe_intermediate_size", maximum=MAX_WIDTH),
+        normalize=True,
+        beside_dense=True,
     )
 
 

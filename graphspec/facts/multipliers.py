@@ -68,6 +68,21 @@ def read_gemma_multipliers(keys: Keys) -> Multipliers:
     )
 
 
+def read_gemma4_multipliers(keys: Keys) -> Multipliers:
+    """As Gemma's, with scores as they are: queries and keys are normed.
+
+    Raises:
+        CheckpointError: a value that is no positive number.
+    """
+    cap = "final_logit_softcapping"
+    return Multipliers(
+        embedding=keys.integer("hidden_size") ** 0.5,
+        embedding_rounded=True,
+        attention=1.0,
+        softcap=keys.number(cap) if keys.present(cap) else None,
+    )
+
+
 def read_falcon_multipliers(keys: Keys) -> Multipliers:
     """Reads Falcon-H1's multipliers; absent or null means 1. A projection has no bias, so a factor of its input is applied to its output.
 

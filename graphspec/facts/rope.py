@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..config.checks import LONG, brief
 from ..errors import CheckpointError
 from .keys import MAX_POSITIONS, MAX_THETA, Keys, is_number
 
-ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "proportional")
 NO_ROPE = "none"
 """Kind of a model without positions: one pair of channels turns by nothing, which is the identity to the bit."""
 LAYER_KINDS = ("full_attention", "sliding_attention")
@@ -21,7 +21,8 @@ LAYER_KINDS = ("full_attention", "sliding_attention")
 class RopeFacts:
     """Rotary embedding, every derived default resolved; fields a kind doesn't use keep theirs.
 
-    Sources: RoFormer (arXiv 2104.09864); linear and dynamic NTK scaling; YaRN (arXiv 2309.00071); Llama 3 (arXiv 2407.21783).
+    Sources: RoFormer (arXiv 2104.09864); linear and dynamic NTK scaling; YaRN (arXiv 2309.00071); Llama 3 (arXiv 2407.21783);
+    proportional (Gemma 4): the frequencies of a whole head, of which only the first turn.
     """
 
     theta: float
@@ -38,7 +39,8 @@ class RopeFacts:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     partial_rotary_factor: float = 1.0
-    """Part of the head that is rotated, from its first element on; the rest passes."""
+    """Part of the head that is rotated, from its first element on; the rest passes. Proportional: the share of pairs of the whole head that
+    turn, the fastest ones."""
     query_beta: float = 0.0
     """Queries at position p are multiplied by ``1 + beta * log(1 + floor(p / original_max_position_embeddings))`` (Ministral 3)."""
     mscale_all_dim: float = 0.0
@@ -54,7 +56,9 @@ class RopeFacts:
         return int(max_position_embeddings * (self.factor if self.kind == "dynamic" else 1))
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Elements of a head of ``head_dim`` that are rotated."""
+        """Elements of a head of ``head_dim`` that are rotated, if only by nothing."""
+        if self.kind == "proportional":
+            return head_dim
         return 2 if self.kind == NO_ROPE else int(head_dim * self.partial_rotary_factor)
 
 
@@ -134,6 +138,7 @@ def read_rope(
     kinds: tuple[str, ...] = ROPE_KINDS,
     partial_rotary: float | None = None,
     layer_kinds: tuple[str, ...] = LAYER_KINDS[:1],
+    dims: Mapping[str, int] | None = None,
 ) -> dict[str, RopeFacts]:
     """RoPE parameters in either spelling, by kind of layer.
 
@@ -144,6 +149,7 @@ def read_rope(
         kinds: of :data:`ROPE_KINDS` that are known of the model.
         partial_rotary: rotated part of a head where the config doesn't say; None: all of it, whatever the config says.
         layer_kinds: of :data:`LAYER_KINDS` that the model has.
+        dims: elements of a head by kind of layer, where it is not ``head_dim`` in all.
 
     Raises:
         CheckpointError: a kind or key that is missing, wrong or not supported.
@@ -157,7 +163,8 @@ def read_rope(
     where = f"{keys.where}: {name}"
     nested = {key: value for key, value in raw.items() if isinstance(value, dict)}
     if not nested:
-        rope = _read_one(keys, Keys(raw, where), max_position_embeddings, head_dim, kinds, partial_rotary)
+        for width in (*(dims or {}).values(), head_dim):  # one result, checked for each
+            rope = _read_one(keys, Keys(raw, where), max_position_embeddings, width, kinds, partial_rotary)
         return dict.fromkeys(layer_kinds or LAYER_KINDS, rope)
     if any(value is not None for key, value in raw.items() if key not in nested):
         raise keys.error(name, "parameters, or an object of them for each kind of layer, not both")
@@ -166,7 +173,7 @@ def read_rope(
         if kind not in nested:
             raise Keys(raw, where).error(kind, "the parameters of this kind of layer, which the model has")
         own = Keys(nested[kind], f"{where}: {kind}")
-        found[kind] = _read_one(keys, own, max_position_embeddings, head_dim, kinds, partial_rotary)
+        found[kind] = _read_one(keys, own, max_position_embeddings, (dims or {}).get(kind, head_dim), kinds, partial_rotary)
     return found
 
 
@@ -178,6 +185,10 @@ def _read_one(
     kind = "default" if kind == "mrope" else kind  # the three positions of a token of text are one (Qwen2-VL, arXiv 2409.12191)
     if kind not in kinds:
         raise rope.error("rope_type" if "rope_type" in raw else "type", "one of " + ", ".join(kinds))
+    if kind == "proportional":
+        share = "partial_rotary_factor"
+        partial = (rope if rope.present(share) else keys).number(share, 1.0, maximum=1.0)
+        return RopeFacts(_read_theta(keys, rope), kind, rope.number("factor", 1.0), partial_rotary_factor=partial)
     partial = _read_partial(keys, rope, head_dim, partial_rotary)
     theta = _read_theta(keys, rope)
     beta = _number_or(rope, "llama_4_scaling_beta", 0.0)

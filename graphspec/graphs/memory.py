@@ -226,9 +226,7 @@ def _contexts(plan: Plan, config: Config, weights: tuple[int, int] | None) -> tu
 def _tables(plan: Plan) -> int:
     """Bytes of the cosines and sines of every position, in target and draft."""
     models = (plan.target, plan.draft.decoder if plan.draft is not None else None)
-    tabled = [model for model in models if model is not None and model.rope.kind != "dynamic"]
-    rows = [len(model.ropes) * model.rope.rotary_dim(model.head_dim) for model in tabled]
-    return plan.max_positions * sum(rows) * torch.float32.itemsize
+    return plan.max_positions * sum(model.rope_columns for model in models if model is not None) * torch.float32.itemsize
 
 
 def parameter_bytes(plan: Plan, token_map: str | None = None) -> tuple[int, int]:
@@ -262,9 +260,8 @@ def _workspace(plan: Plan, dtype: torch.dtype) -> int:
     """Tensors of the widest program that live between its stages' reads and writes: an upper estimate, for one program at a time."""
     lanes, model, wide = max(plan.buckets), plan.target, dtype.itemsize + 4
     tokens = max(lanes * plan.shape.num_draft_tokens, plan.prefill_chunks[-1])
-    _, kv_heads, kv_width = model.kv_row
-    heads = (model.num_heads + 2 * kv_heads) * kv_width
-    mlp = 3 * model.intermediate_size
+    heads = max((model.num_heads + 2 * count) * width for _, count, width in model.kv_rows)
+    mlp = 3 * model.intermediate_size * model.shared_mlp_factor
     if model.experts is not None:
         # The reference may run every expert over every token.
         run = model.experts.topk if plan.kernels == "fused" else model.experts.num_experts
@@ -281,7 +278,7 @@ def _workspace(plan: Plan, dtype: torch.dtype) -> int:
         return layer + logits
     # The reference gathers the keys and values of whole page tables, and scores every query against them.
     slots = plan.table_width * plan.page_size
-    gathered = lanes * slots * kv_heads * kv_width * 2 * wide
+    gathered = lanes * slots * max(count * width for _, count, width in model.kv_rows) * 2 * wide
     scores = 2 * tokens * model.num_heads * slots * 4
     return layer + max(logits, gathered + scores)
 

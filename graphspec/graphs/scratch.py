@@ -135,7 +135,7 @@ def _network(plan: Plan, model: ModelFacts, rows: int) -> Iterator[Call]:
     # Norms after attention and MLP, a multiplier, and a sum of two nets stand between a product and the residual.
     added = model.family.norms == "before" and not model.family.side_by_side and model.multipliers.residual == 1
     normed = added and model.family.norm != "float32"
-    low, widths = has_codes(model.path), {model.intermediate_size}
+    low, widths = has_codes(model.path), {model.mlp_size(layer) for layer in range(model.num_layers)}
     if model.experts is not None:
         widths.add(model.experts.shared_size)
         experts, width, of = model.experts.num_experts, model.experts.intermediate_size, getattr(torch, plan.dtype)
@@ -154,9 +154,16 @@ def _network(plan: Plan, model: ModelFacts, rows: int) -> Iterator[Call]:
         yield _linear, (rows, query, latent.query_rank or hidden, *kind, True, False, False, False, low)
         yield _linear, (rows, hidden, model.num_heads * latent.value_dim, *kind, False, False, added, False, low)
         return
-    query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    yield _linear, (rows, (2 if model.family.attention_gate else 1) * query + 2 * key, hidden, *kind, normed, False, False, False, low)
-    yield _linear, (rows, hidden, query, *kind, False, False, added, False, low)
+    for layer in range(model.num_layers) if model.layer_heads else (0,):
+        heads = model.heads(layer)
+        query, parts = model.num_heads * heads.dim, 1 if heads.keys_are_values else 2 if model.keeps(layer) or not model.layer_heads else 0
+        entering = (2 if model.family.attention_gate else 1) * query + parts * heads.count * heads.dim
+        yield _linear, (rows, entering, hidden, *kind, normed, False, False, False, low)
+        yield _linear, (rows, hidden, query, *kind, False, False, added, False, low)
+    if model.layer_inputs is not None:
+        width = model.layer_inputs.width
+        for outputs, inputs in ((model.num_layers * width, hidden), (width, hidden), (hidden, width)):
+            yield _linear, (rows, outputs, inputs, *kind, False, False, False, False, low)
 
 
 def _decode(plan: Plan, model: ModelFacts, lanes: int, tokens: int) -> Iterator[Call]:
@@ -168,11 +175,11 @@ def _decode(plan: Plan, model: ModelFacts, lanes: int, tokens: int) -> Iterator[
         sizes |= {"L": model.latent.rank, "R": model.latent.rope_dim}
         pool = (of, 1, 1, 1, page, 1, model.latent.row_dim)
         yield _op("latent_attention", sizes, query_latent_BTQL=of, query_rope_BTQR=of, latent_pool=pool, layer=0, scale=1.0)
-    else:
-        sizes["D"] = model.head_dim
+        return
+    for heads in model.pool_heads:
         yield _op(
-            "tree_attention", sizes, plan.numerics,
-            query_BTQD=of, kv_pool=(of, 1, 2, 1, page, model.num_kv_heads, model.head_dim), layer=0, scale=1.0,
+            "tree_attention", sizes | {"D": heads.dim}, plan.numerics,
+            query_BTQD=of, kv_pool=(of, 1, 2, 1, page, heads.count, heads.dim), layer=0, scale=1.0,
         )  # fmt: skip
 
 

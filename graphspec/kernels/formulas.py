@@ -9,18 +9,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool = False, mean_square: Tensor | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: bool = False, mean_square: Tensor | None = None) -> Tensor:
     """RMSNorm over the last dimension (arXiv 1910.07467): statistics in float32, scaled after the cast back, as transformers does.
 
     Args:
         x: floating point.
-        weight: ``[x.shape[-1]]``.
+        weight: ``[x.shape[-1]]``; None: the norm doesn't scale.
         eps: added to the mean square.
         offset: the weight is stored minus 1; it scales before the cast back (Gemma, Qwen3.5).
         mean_square: ``[..., 1]``, float32, where ``x`` is a part of what is normed; None: it is all of it.
     """
     wide = x if x.dtype == torch.float64 else x.float()
     wide = wide * torch.rsqrt((wide.pow(2).mean(-1, keepdim=True) if mean_square is None else mean_square) + eps)
+    if weight is None:
+        return wide.to(x.dtype)
     if offset:
         return (wide * (1.0 + weight.to(wide.dtype))).to(x.dtype)
     return weight * wide.to(x.dtype)
@@ -30,6 +32,12 @@ def silu_mul(x: Tensor) -> Tensor:
     """``silu(gate) * up`` of ``[..., 2F]``, gate first (SwiGLU, arXiv 2002.05202): ``[..., F]``."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def gelu_mul(x: Tensor) -> Tensor:
+    """``gelu(gate) * up`` of ``[..., 2F]``, gate first: GeGLU with the tanh approximation of GELU (arXiv 1606.08415)."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 class Rotation(NamedTuple):

@@ -14,6 +14,7 @@ model of the networks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -400,17 +401,18 @@ class FloorModel:
             experts, topk = facts.experts.num_experts, facts.experts.topk
             parts["experts"] += weights.sizes["experts"] * distinct_experts(experts, topk, tokens) / experts
             tally.flops += 2 * tokens * weights.numbers["experts"] * topk / experts
-        parts["embedding"] += tokens * facts.hidden_size * size
-        sides, heads, width = facts.kv_row
-        row = sides * heads * width * self.kv_itemsize
-        # Operations per query head and committed token: score and weighted sum.
-        per_slot = 4 * facts.head_dim if facts.latent is None else 2 * (facts.latent.row_dim + facts.latent.rank)
+        further = facts.num_layers * facts.layer_inputs.width if facts.layer_inputs is not None else 0
+        parts["embedding"] += tokens * (facts.hidden_size + further) * size
+        pool_rows = facts.kv_rows
         for layer in layers:
             if not facts.attends(layer):
                 continue
+            row = math.prod(pool_rows[facts.pool(layer)]) * self.kv_itemsize
+            # Operations per query head and committed token: score and weighted sum.
+            per_slot = 4 * facts.heads(layer).dim if facts.latent is None else 2 * (facts.latent.row_dim + facts.latent.rank)
             limit = facts.sliding_window[layer]
             seen = context if limit is None else min(context, limit)
-            parts["kv"] += row * (lanes * seen + tokens)
+            parts["kv"] += row * (lanes * seen + tokens * facts.keeps(layer))
             tally.flops += tokens * seen * facts.num_heads * per_slot
         if facts.recurrent is not None:
             # Verification reads the states, the commit reads and writes them; what nodes record is written and read.
@@ -423,5 +425,4 @@ class FloorModel:
 
 def kv_bytes_per_token(facts: ModelFacts, itemsize: int) -> int:
     """Bytes all layers keep of one token."""
-    sides, heads, width = facts.kv_row
-    return facts.kv_layers * sides * heads * width * itemsize
+    return sum(facts.pool_layers(pool) * math.prod(row) for pool, row in enumerate(facts.kv_rows)) * itemsize

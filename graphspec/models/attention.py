@@ -73,6 +73,10 @@ class Attention(Protocol):
         """The counterpart for recurrent layers; None: the model has none."""
         ...
 
+    def over(self, pool: int) -> Attention:
+        """The same over another pool of the network, whose layers have heads of another shape; its own pool is number 0."""
+        ...
+
     def __call__(
         self,
         layer: int,
@@ -92,6 +96,10 @@ class Attention(Protocol):
 
     def write(self, layer: int, query_BTQD: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, heads: HeadTransform) -> Tensor:
         """The first half of a call: norm, rotate, and write the tokens' KV of ``layer``. Returns the queries, normed and rotated."""
+        ...
+
+    def read(self, layer: int, query_BTQD: Tensor, scale: float, window_left: int | None, weighing: Weighing = SOFTMAX) -> Tensor:
+        """The second half of a call: queries, normed and rotated, attend over what is written."""
         ...
 
     def latent(
@@ -114,7 +122,7 @@ def _within(begin_BT: Tensor, position_BT: Tensor, window_left: int | None) -> T
 
 
 class PagedAttention:
-    """Attention over KV that lies in pages: writes that of the query tokens, then attends by :meth:`_attend` or :meth:`_attend_latent`.
+    """Attention over KV that lies in pages: writes that of the query tokens, then attends by :meth:`read` or :meth:`_attend_latent`.
 
     Native ops read and write the pages themselves.
     """
@@ -154,7 +162,7 @@ class PagedAttention:
         self, layer: int, query_BTQD: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, heads: HeadTransform, scale: float,
         window_left: int | None, weighing: Weighing = SOFTMAX,
     ) -> Tensor:  # fmt: skip
-        return self._attend(layer, self.write(layer, query_BTQD, key_BTGD, value_BTGD, heads), scale, window_left, weighing)
+        return self.read(layer, self.write(layer, query_BTQD, key_BTGD, value_BTGD, heads), scale, window_left, weighing)
 
     def latent(
         self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, latent_BTE: Tensor, transform: LatentTransform, scale: float
@@ -162,7 +170,7 @@ class PagedAttention:
         rotated_BTQR = self.write_latent(layer, query_rope_BTQR, latent_BTE, transform)
         return self._attend_latent(layer, query_latent_BTQL, rotated_BTQR, scale)
 
-    def _attend(self, layer: int, query_BTQD: Tensor, scale: float, window_left: int | None, weighing: Weighing) -> Tensor:
+    def read(self, layer: int, query_BTQD: Tensor, scale: float, window_left: int | None, weighing: Weighing = SOFTMAX) -> Tensor:
         raise NotImplementedError
 
     def _attend_latent(self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, scale: float) -> Tensor:
@@ -189,6 +197,14 @@ class TreeAttention(PagedAttention):
     bound: BoundCall | None = None
     """The same attention over latent rows by a kernel with a host step, where there is one."""
     recurrence: Recurrence | None = None
+    further_pools: tuple[Tensor, ...] = ()
+    """Of the network's layers whose heads have another shape."""
+
+    def over(self, pool: int) -> TreeAttention:
+        return TreeAttention(
+            self.kernels, self.further_pools[pool - 1], self.table_BP, self.position_BT, self.valid_BT, self.slot_BT, self.begin_BT,
+            self.prefix_end_B, self.ancestors_BTX,
+        )  # fmt: skip
 
     @property
     def rope_length_BT(self) -> Tensor:
@@ -197,7 +213,7 @@ class TreeAttention(PagedAttention):
     def visibility(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return self.begin_BT, self.prefix_end_B, self.ancestors_BTX
 
-    def _attend(self, layer: int, query_BTQD: Tensor, scale: float, window_left: int | None, weighing: Weighing) -> Tensor:
+    def read(self, layer: int, query_BTQD: Tensor, scale: float, window_left: int | None, weighing: Weighing = SOFTMAX) -> Tensor:
         if self.own_window is not None and window_left is None and weighing == SOFTMAX:
             return self.own_window(query_BTQD, self.kv_pool, layer, scale)
         begin_BT = _within(self.begin_BT, self.position_BT, window_left)
@@ -229,11 +245,19 @@ class ChunkAttention(PagedAttention):
     bound: Mapping[int | None, BoundCall] = field(default_factory=dict)
     """The same attention by kernels with a host step, by the sliding window of a layer."""
     recurrence: Recurrence | None = None
+    further_pools: tuple[Tensor, ...] = ()
+    """As of :class:`TreeAttention`."""
+
+    def over(self, pool: int) -> ChunkAttention:
+        return ChunkAttention(
+            self.kernels, self.further_pools[pool - 1], self.table_BP, self.position_BT, self.rope_length_BT, self.valid_BT, self.slot_BT,
+            self.prefix_begin,
+        )  # fmt: skip
 
     def visibility(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return torch.full_like(self.position_BT, self.prefix_begin), None, None
 
-    def _attend(self, layer: int, query_BTQD: Tensor, scale: float, window_left: int | None, weighing: Weighing) -> Tensor:
+    def read(self, layer: int, query_BTQD: Tensor, scale: float, window_left: int | None, weighing: Weighing = SOFTMAX) -> Tensor:
         if window_left in self.bound:
             return self.bound[window_left].chunk(query_BTQD, self.kv_pool, layer, self.valid_BT, scale)
         begin_BT = _within(self.visibility()[0], self.position_BT, window_left)

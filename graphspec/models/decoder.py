@@ -8,19 +8,23 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.linear.linear import Hidden, ResidualStream, hidden_of
-from .experts import MixtureOfExperts
+from .experts import DenseAndExperts, MixtureOfExperts
 from .gated_delta import GatedDeltaNet
 from .latent import LatentAttention
-from .layers import RMSNorm, SelfAttention, add
+from .layer_inputs import LayerInput, LayerInputVectors
+from .layers import RMSNorm, SelfAttention, add, make_parameter
 from .mamba2 import Mamba2
 from .mlp import DenseMLP, dense_mlp
 from .parallel_layer import ParallelLayer
 from .recurrent_net import RecurrentNet, stack_convolutions
 from .rope import RotaryEmbedding
+from .shared_kv import BorrowingAttention, KeyValueAttention
 from .stack import DecoderStack, packing_obstacle
 from .vocabulary import token_embedding, vocabulary_head
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..facts import ModelFacts
     from ..kernels.formulas import Rotation
     from .attention import Attention
@@ -38,7 +42,11 @@ class TargetOutput(NamedTuple):
 
 def make_attention(facts: ModelFacts, layer: int, input_size: int | None = None) -> SelfAttention | LatentAttention:
     """The attention of a layer that attends; ``input_size``: width of its input where it isn't the hidden size."""
-    return (SelfAttention if facts.latent is None else LatentAttention)(facts, layer, input_size)
+    if facts.latent is not None:
+        return LatentAttention(facts, layer, input_size)
+    if facts.kv_sources and not facts.keeps(layer):
+        return BorrowingAttention(facts, layer, input_size)
+    return (KeyValueAttention if facts.heads(layer).keys_are_values else SelfAttention)(facts, layer, input_size)
 
 
 def make_token_mixer(facts: ModelFacts, layer: int) -> SelfAttention | LatentAttention | RecurrentNet:
@@ -48,9 +56,11 @@ def make_token_mixer(facts: ModelFacts, layer: int) -> SelfAttention | LatentAtt
     return make_attention(facts, layer)
 
 
-def make_mlp(facts: ModelFacts, layer: int) -> DenseMLP | MixtureOfExperts:
-    """The channel mixer of a layer: an MLP, or a mixture of experts."""
-    return MixtureOfExperts(facts) if facts.has_experts(layer) else dense_mlp(facts)
+def make_mlp(facts: ModelFacts, layer: int) -> DenseMLP | MixtureOfExperts | DenseAndExperts:
+    """The channel mixer of a layer: an MLP, a mixture of experts, or both."""
+    if facts.experts is None or not facts.has_experts(layer):
+        return dense_mlp(facts, facts.mlp_size(layer))
+    return DenseAndExperts(facts, layer) if facts.experts.beside_dense else MixtureOfExperts(facts)
 
 
 class MixerLayer(nn.Module):
@@ -114,6 +124,8 @@ class DecoderLayer(nn.Module):
         self.post_feedforward_layernorm = None if where == "before" else RMSNorm.of(facts)
         self.mlp = make_mlp(facts, layer)
         self.residual_scale = facts.multipliers.residual
+        self.layer_input = LayerInput(facts) if facts.layer_inputs is not None else None
+        self.scale_1 = make_parameter(1) if facts.family.layer_scale else None
         self.stack: DecoderStack | None = None
         self.place = 0
 
@@ -121,8 +133,11 @@ class DecoderLayer(nn.Module):
         """Run as layer ``place`` of ``stack``, which holds the weights."""
         self.stack, self.place = stack, place
 
-    def forward(self, residual_BTH: Hidden, rotation: Rotation, attention: Attention) -> Hidden:
-        """The residual stream after this layer, ``[B, T, H]``. Passed as a :class:`ResidualStream`, its norms need no pass of their own."""
+    def forward(self, residual_BTH: Hidden, rotation: Rotation, attention: Attention, own_BTP: Tensor | None = None) -> Hidden:
+        """The residual stream after this layer, ``[B, T, H]``. Passed as a :class:`ResidualStream`, its norms need no pass of their own.
+
+        ``own_BTP``: the layer's own input, where layers have one.
+        """
         if self.stack is not None:
             out = self.stack.layer(self.place, hidden_of(residual_BTH), rotation, attention)
             return ResidualStream(out) if isinstance(residual_BTH, ResidualStream) else out
@@ -130,7 +145,7 @@ class DecoderLayer(nn.Module):
             mixed_BTH = self.self_attn(residual_BTH, rotation, attention, self.input_layernorm)
             residual_BTH = add(residual_BTH, self.post_attention_layernorm(mixed_BTH))
             mixed_BTH = self.mlp(residual_BTH, self.pre_feedforward_layernorm, valid=attention.valid_BT)
-            return add(residual_BTH, self.post_feedforward_layernorm(mixed_BTH))
+            return self._leave(add(residual_BTH, self.post_feedforward_layernorm(mixed_BTH)), own_BTP)
         if self.residual_scale != 1:
             scale = self.residual_scale
             residual_BTH = add(residual_BTH, scale * self.self_attn(residual_BTH, rotation, attention, self.input_layernorm))
@@ -138,6 +153,15 @@ class DecoderLayer(nn.Module):
         residual_BTH = self.self_attn(residual_BTH, rotation, attention, self.input_layernorm, residual_BTH)
         out_BTH: Hidden = self.mlp(residual_BTH, self.post_attention_layernorm, residual_BTH, valid=attention.valid_BT)
         return out_BTH
+
+    def _leave(self, residual_BTH: Hidden, own_BTP: Tensor | None) -> Hidden:
+        """What follows attention and MLP: the layer's own input, and a scale of the stream."""
+        if self.layer_input is not None and own_BTP is not None:
+            residual_BTH = self.layer_input(residual_BTH, own_BTP)
+        if self.scale_1 is None:
+            return residual_BTH
+        scaled_BTH = hidden_of(residual_BTH) * self.scale_1
+        return ResidualStream(scaled_BTH) if isinstance(residual_BTH, ResidualStream) else scaled_BTH
 
     def write_kv(self, residual_BTH: Hidden, rotation: Rotation, attention: Attention) -> None:
         """Write this layer's KV without computing its output."""
@@ -161,8 +185,15 @@ class Decoder(nn.Module):
         super().__init__()
         self.facts, self.tap_layers = facts, tap_layers
         positions = max_positions or facts.max_position_embeddings
-        self.rotary = RotaryEmbedding(facts.rope, facts.head_dim, positions, facts.ropes[1:])
+        self.rotary, *others = (
+            RotaryEmbedding(ropes[0], heads.dim, positions, ropes[1:]) for ropes, heads in zip(facts.ropes, facts.pool_heads, strict=True)
+        )
+        self.further_rotaries = nn.ModuleList(others)
+        self._pool_of = [facts.pool(layer) for layer in range(facts.num_layers)]
+        # Layers up to the last one that writes keys and values.
+        self._written = max((layer for layer in range(facts.num_layers) if facts.keeps(layer)), default=facts.num_layers - 1) + 1
         self.embed_tokens = token_embedding(facts)
+        self.layer_inputs = LayerInputVectors(facts) if facts.layer_inputs is not None else None
         make_layer = MixerLayer if facts.mixers is not None else ParallelLayer if facts.family.side_by_side else DecoderLayer
         self.layers = nn.ModuleList(make_layer(facts, layer) for layer in range(facts.num_layers))
         for index, layer in enumerate(self.layers):
@@ -198,35 +229,48 @@ class Decoder(nn.Module):
             scale = torch.tensor(scale, dtype=hidden_BTH.dtype, device="cpu").item()
         return hidden_BTH if scale == 1 else hidden_BTH * scale
 
+    def _places(self, attention: Attention) -> list[tuple[Rotation, Attention]]:
+        """By pool, how its layers rotate, and their attention."""
+        further = cast("Sequence[RotaryEmbedding]", self.further_rotaries)
+        first = (self.rotary.of(attention), attention)
+        return [first, *((rotary.of(attention), attention.over(pool)) for pool, rotary in enumerate(further, 1))]
+
+    def _own_inputs(self, token_BT: Tensor, attention: Attention, embedding_BTH: Tensor) -> tuple[Tensor, ...]:
+        """By layer its own input; empty: layers have none."""
+        if self.layer_inputs is None:
+            return ()
+        own: tuple[Tensor, ...] = self.layer_inputs(token_BT, attention.valid_BT, embedding_BTH)
+        return own
+
     def forward(self, token_BT: Tensor, attention: Attention) -> TargetOutput:
         """Hidden states and features of int64 tokens ``[B, T]`` at the positions, and over the KV, of ``attention``."""
         embedding_BTH = self.embed(token_BT, attention.valid_BT)
-        rotation = self.rotary.of(attention)
+        places = self._places(attention)
         if self.stack is not None:
-            hidden_BTH, taps_BTF = self.stack(embedding_BTH, rotation, attention)
+            hidden_BTH, taps_BTF = self.stack(embedding_BTH, *places[0])
             return TargetOutput(hidden_BTH, taps_BTF if self.tap_layers else None)
-        residual_BTH = ResidualStream(embedding_BTH)
+        residual_BTH, own = ResidualStream(embedding_BTH), self._own_inputs(token_BT, attention, embedding_BTH)
         taps = []
         for index, layer in enumerate(self.layers):
             if index in self.tap_layers:
                 taps.append(residual_BTH.hidden)
-            residual_BTH = layer(residual_BTH, rotation, attention)
+            residual_BTH = layer(residual_BTH, *places[self._pool_of[index]], *own[index : index + 1])
         if len(self.layers) in self.tap_layers:
             taps.append(residual_BTH.hidden)
         return TargetOutput(self.norm(residual_BTH), torch.cat(taps, dim=-1) if taps else None)
 
     def write_kv(self, token_BT: Tensor, attention: Attention) -> None:
-        """Write the KV of all layers without computing the output: the last layer stops at its keys and values."""
+        """Write the KV of all layers without computing the output: the last layer that has keys and values stops at them."""
         embedding_BTH = self.embed(token_BT, attention.valid_BT)
-        rotation = self.rotary.of(attention)
+        places = self._places(attention)
         if self.stack is not None:
-            self.stack.write_kv(embedding_BTH, rotation, attention)
+            self.stack.write_kv(embedding_BTH, *places[0])
             return
-        residual_BTH = ResidualStream(embedding_BTH)
-        *before, last = cast("list[DecoderLayer]", self.layers)
-        for layer in before:
-            residual_BTH = layer(residual_BTH, rotation, attention)
-        last.write_kv(residual_BTH, rotation, attention)
+        residual_BTH, own = ResidualStream(embedding_BTH), self._own_inputs(token_BT, attention, embedding_BTH)
+        *before, last = cast("list[DecoderLayer]", self.layers)[: self._written]
+        for index, layer in enumerate(before):
+            residual_BTH = layer(residual_BTH, *places[self._pool_of[index]], *own[index : index + 1])
+        last.write_kv(residual_BTH, *places[self._pool_of[self._written - 1]])
 
     def stacked_convolution(self) -> Convolution:
         """Weights of the convolutions of all recurrent layers, laid out when first asked for: before any program holds on to them."""

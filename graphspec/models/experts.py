@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ..kernels.formulas import rms_norm
 from ..kernels.linear.linear import Hidden, finish, hidden_of
 from ..kernels.linear.moe_mlp import moe_mlp
 from ..kernels.linear.moe_route import moe_route
@@ -49,6 +50,7 @@ class MixtureOfExperts(KernelModule, ShardedModule):
         self.latent_in = Linear(hidden, stream) if experts.latent_size else None
         self.latent_out = Linear(stream, hidden) if experts.latent_size else None
         self.width, self.gated = width, entering == 2 * width
+        self.gelu = facts.family.activation == "gelu_tanh"
         self.stored: dict[str, torch.dtype | None] = {}
         """Of the experts' weights, as of :class:`Linear`."""
         self.native_gate_up: Tensor | None
@@ -98,7 +100,7 @@ class MixtureOfExperts(KernelModule, ShardedModule):
         """The sum of the chosen experts' results."""
         facts = self.experts
         down_bias_EH = self.down_bias_EH if self.adds_bias else None
-        how = (self.gate_up_bias_EF, down_bias_EH, facts.alpha, facts.limit)
+        how = (self.gate_up_bias_EF, down_bias_EH, facts.alpha, facts.limit, self.gelu)
         if self.native_down is not None:
             native = (self.native_gate_up, self.native_down, self.width, self.gated)
             mixed: Tensor = self._mix_native(x_TH, index_TK, weight_TK, *native, *how)
@@ -107,16 +109,21 @@ class MixtureOfExperts(KernelModule, ShardedModule):
             return self.mix_codes(x_TH, index_TK, weight_TK, *self.gate_up_EFH.segments, *self.down_EHF.segments, *how)
         return self.mix(x_TH, index_TK, weight_TK, self.gate_up_EFH, self.down_EHF, *how)
 
-    def forward(self, stream_BTH: Hidden, norm: RMSNorm | None = None, residual_BTH: Hidden | None = None, *, valid: Tensor) -> Hidden:
-        """``residual + mixture(norm(x))``, ``[B, T, H]``; either may be absent. Tokens that are not valid go to no expert of the router."""
+    def choose(self, stream_BTH: Hidden, x_BTH: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts and weights of every token (:func:`.moe_route`), from the residual stream and what enters the experts."""
+        del stream_BTH
         facts, weight = self.experts, self.router.weight
-        x_BTH = hidden_of(stream_BTH) if norm is None else norm(stream_BTH)
         routed_BTH = x_BTH.to(weight.dtype) if weight is not None else x_BTH
         logits_BTE = self.router(routed_BTH, float32=True)
-        index_TK, weight_TK = self.route(
+        return self.route(
             logits_BTE.flatten(0, 1), self.correction_E, valid.flatten(), facts.topk, facts.groups, facts.topk_groups, facts.group_best,
             facts.sigmoid, facts.normalize, facts.scaling,
         )  # fmt: skip
+
+    def forward(self, stream_BTH: Hidden, norm: RMSNorm | None = None, residual_BTH: Hidden | None = None, *, valid: Tensor) -> Hidden:
+        """``residual + mixture(norm(x))``, ``[B, T, H]``; either may be absent. Tokens that are not valid go to no expert of the router."""
+        x_BTH = hidden_of(stream_BTH) if norm is None else norm(stream_BTH)
+        index_TK, weight_TK = self.choose(stream_BTH, x_BTH, valid)
         stream_TH: Tensor = (x_BTH if self.latent_in is None else self.latent_in(x_BTH)).flatten(0, 1)
         mixed_TH = self._mix(stream_TH, index_TK, weight_TK)
         # Of several ranks each projects its own part: the sum of these is that of the whole.
@@ -128,3 +135,43 @@ class MixtureOfExperts(KernelModule, ShardedModule):
         if self.sharded:
             out_BTH = self.comm.all_reduce(out_BTH)
         return finish(out_BTH, residual_BTH, gated=False, float32=False)
+
+
+class ScaledMixture(MixtureOfExperts):
+    """A mixture whose router reads the residual stream through a norm without weights, times a vector; numbers scale its experts (Gemma 4).
+
+    Args:
+        facts: sizes; ``facts.experts`` is not None.
+    """
+
+    def __init__(self, facts: ModelFacts) -> None:
+        super().__init__(facts)
+        self.router_scale_H = make_parameter(facts.hidden_size)
+        self.expert_scale_E = make_parameter(self.experts.num_experts)
+        self.eps, self.factor = facts.rms_norm_eps, facts.hidden_size**-0.5
+
+    def choose(self, stream_BTH: Hidden, x_BTH: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        read_BTH = rms_norm(hidden_of(stream_BTH), None, self.eps) * self.router_scale_H * self.factor
+        index_TK, weight_TK = super().choose(stream_BTH, read_BTH, valid)
+        return index_TK, weight_TK * self.expert_scale_E[index_TK.clamp(min=0)].float()
+
+
+class DenseAndExperts(nn.Module):
+    """A dense MLP and a mixture of experts side by side, each between norms of its own (Gemma 4).
+
+    Args:
+        facts: sizes; ``facts.experts`` is not None.
+        layer: index of the layer.
+    """
+
+    def __init__(self, facts: ModelFacts, layer: int) -> None:
+        super().__init__()
+        self.dense = dense_mlp(facts, facts.mlp_size(layer))
+        self.mixture = ScaledMixture(facts)
+        self.dense_norm, self.entering_norm, self.mixture_norm = (RMSNorm.of(facts) for _ in range(3))
+
+    def forward(self, stream_BTH: Hidden, norm: RMSNorm | None = None, residual_BTH: Hidden | None = None, *, valid: Tensor) -> Hidden:
+        """``residual + norm(mlp(norm(x))) + norm(mixture(norm(x)))``, ``[B, T, H]``, as :meth:`MixtureOfExperts.forward`."""
+        dense_BTH = self.dense_norm(self.dense(stream_BTH, norm))
+        mixed_BTH = self.mixture_norm(self.mixture(stream_BTH, self.entering_norm, valid=valid))
+        return finish(dense_BTH + mixed_BTH, residual_BTH, gated=False, float32=False)

@@ -372,9 +372,10 @@ class SelfAttention(TokenMixer, ShardedModule):
 
     def __init__(self, facts: ModelFacts, layer: int, input_size: int | None = None) -> None:
         super().__init__()
-        query, key = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
-        self.layer, self.head_dim = facts.place(layer), facts.head_dim
-        self.scale = facts.score_scale
+        heads = facts.heads(layer)
+        query, key = facts.num_heads * heads.dim, heads.count * heads.dim
+        self.layer, self.head_dim = facts.place(layer), heads.dim
+        self.scale = facts.score_scale(layer)
         self.window_left = facts.sliding_window[layer]
         self.rope_rows = 0
         """Rows of the network's table before those of this layer's rotation."""
@@ -386,27 +387,39 @@ class SelfAttention(TokenMixer, ShardedModule):
         self.softcap = facts.multipliers.score_softcap
         self.query_growth = query_growth(rope)
         self.gated, self.sharding = facts.family.attention_gate, facts.sharding
-        fused = (2 * query if self.gated else query, key, key)
-        size, bias = input_size or facts.hidden_size, facts.attention_bias
-        self.qkv_proj = Linear(size, *fused, bias=bias)
-        if facts.family.interleaved:
-            assert not self.gated and not facts.qk_norm, "rows of gates and of norms would have to move too"
-            rotary_dim = rope.rotary_dim(facts.head_dim)
-            self.qkv_proj = NeighbourPairsProjection(size, *fused, head_dim=facts.head_dim, rotary_dim=rotary_dim, bias=bias)
+        assert not (facts.family.interleaved and (self.gated or facts.qk_norm)), "rows of gates and of norms would have to move too"
+        self.neighbours = rope.rotary_dim(heads.dim) if facts.family.interleaved else 0
+        """Rotated channels of a head whose pairs are neighbours in the checkpoint; 0: they are half of them apart."""
+        entering = self.make_entering(input_size or facts.hidden_size, 2 * query if self.gated else query, key, facts.attention_bias)
         if facts.sharding.sharded:
-            keys = facts.sharding.key_shard(facts.head_dim)
-            self.qkv_proj.shard_rows(facts.sharding.shard(fused[0]), keys, keys)
+            keys = [facts.sharding.key_shard(heads.dim)] * (len(entering.parts) - 1)
+            entering.shard_rows(facts.sharding.shard(entering.parts[0]), *keys)
         self.o_proj = row_parallel_linear(facts.sharding, query, facts.hidden_size, bias=facts.output_bias)
         whole = facts.family.qk_norm == "projection"
-        self.q_norm = RMSNorm.of(facts, query if whole else facts.head_dim) if facts.qk_norm else None
-        self.k_norm = RMSNorm.of(facts, key if whole else facts.head_dim) if facts.qk_norm else None
+        self.q_norm = RMSNorm.of(facts, query if whole else heads.dim) if facts.qk_norm else None
+        self.k_norm = RMSNorm.of(facts, key if whole else heads.dim) if facts.qk_norm else None
+        self.value_eps = facts.rms_norm_eps if facts.family.value_norm else None
         self.sharded = facts.norms_over_ranks(layer)
         if self.sharded and self.q_norm is not None and self.k_norm is not None:
             self.q_norm.shards = {"weight": ParameterShards(0, (facts.sharding.shard(query),))}
-            self.k_norm.shards = {"weight": ParameterShards(0, (facts.sharding.key_shard(facts.head_dim),))}
+            self.k_norm.shards = {"weight": ParameterShards(0, (facts.sharding.key_shard(heads.dim),))}
         # The op that rotates queries and keys norms them too, but head by head only, and scales after the cast back.
         self.norms_apart = facts.qk_norm and (whole or facts.family.norm == "float32")
         assert not (self.gated and self.norms_apart), "gates lie between the queries of the heads"
+
+    def make_entering(self, input_size: int, query: int, key: int, bias: bool) -> Linear:
+        """Make the projections that the attention begins with, as one layer: rows of queries, keys and values."""
+        if self.neighbours:
+            dims = {"head_dim": self.head_dim, "rotary_dim": self.neighbours}
+            self.qkv_proj: Linear = NeighbourPairsProjection(input_size, query, key, key, **dims, bias=bias)
+        else:
+            self.qkv_proj = Linear(input_size, query, key, key, bias=bias)
+        return self.qkv_proj
+
+    def enter(self, x_BTH: Hidden, norm: RMSNorm | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as projected, ``[B, T, E]`` each."""
+        query_BTE, key_BTE, value_BTE = self.qkv_proj(x_BTH, norm).split(self.qkv_proj.parts, dim=-1)
+        return query_BTE, key_BTE, value_BTE
 
     def inner(self, x_BTH: Hidden, rotation: Rotation, attention: Attention, norm: RMSNorm | None) -> Tensor:
         query_BTQD, gate_BTQD, key_BTGD, value_BTGD = self._project(x_BTH, norm)
@@ -429,7 +442,7 @@ class SelfAttention(TokenMixer, ShardedModule):
 
     def _project(self, x_BTH: Hidden, norm: RMSNorm | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Queries, their gate where there is one, keys and values."""
-        query_BTE, key_BTE, value_BTE = self.qkv_proj(x_BTH, norm).split(self.qkv_proj.parts, dim=-1)
+        query_BTE, key_BTE, value_BTE = self.enter(x_BTH, norm)
         if self.norms_apart and self.q_norm is not None and self.k_norm is not None:
             if self.sharded:
                 query_BT1, key_BT1 = self._mean_squares(query_BTE, key_BTE)
@@ -438,6 +451,8 @@ class SelfAttention(TokenMixer, ShardedModule):
                 query_BTE, key_BTE = self.q_norm.by_parts(query_BTE), self.k_norm.by_parts(key_BTE)
         query_BTQD, gate_BTQD = query_BTE.unflatten(-1, (-1, (2 if self.gated else 1) * self.head_dim)), None
         key_BTGD, value_BTGD = (part.unflatten(-1, (-1, self.head_dim)) for part in (key_BTE, value_BTE))
+        if self.value_eps is not None:
+            value_BTGD = rms_norm(value_BTGD, None, self.value_eps)
         if self.gated:
             query_BTQD, gate_BTQD = query_BTQD.chunk(2, dim=-1)
         return query_BTQD, gate_BTQD, key_BTGD, value_BTGD

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..facts.sharding import UNSHARDED
+from ..kernels.formulas import gelu_mul
 from ..kernels.linear.linear import Hidden, hidden_of
 from .layers import Linear, ParameterShards, RMSNorm, row_parallel_linear
 
@@ -76,8 +76,7 @@ class GeluMLP(MLP):
     """GeGLU (arXiv 2002.05202) with the tanh approximation of GELU (arXiv 1606.08415)."""
 
     def inner(self, x: Hidden, norm: RMSNorm | None) -> Tensor:
-        gate, up = hidden_of(self.gate_up_proj(x, norm)).chunk(2, dim=-1)
-        return F.gelu(gate, approximate="tanh") * up
+        return gelu_mul(hidden_of(self.gate_up_proj(x, norm)))
 
 
 _MLPS: dict[str, type[DenseMLP]] = {"silu": MLP, "gelu_tanh": GeluMLP, "relu2": SquaredReluMLP}

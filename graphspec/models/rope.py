@@ -53,6 +53,13 @@ def _llama3_frequency(rope: RopeFacts, head_dim: int) -> Tensor:
     return torch.where((wavelength >= context / high) & (wavelength <= context / low), medium, scaled)
 
 
+def _proportional_frequency(rope: RopeFacts, head_dim: int) -> Tensor:
+    """The pairs of a whole head, of which a share turns, the fastest ones, and the others stand still."""
+    turning = int(rope.partial_rotary_factor * head_dim // 2)
+    frequency = _base_frequency(rope.theta, head_dim) / rope.factor
+    return torch.cat((frequency[:turning], torch.zeros(head_dim // 2 - turning, device="cpu")))
+
+
 def rope_frequency(rope: RopeFacts, head_dim: int) -> Tensor:
     """Angular frequency of each rotated pair, float32 ``[D / 2]`` on the CPU; for kind "dynamic" the one of a short sequence.
 
@@ -67,6 +74,8 @@ def rope_frequency(rope: RopeFacts, head_dim: int) -> Tensor:
         return _yarn_frequency(rope, head_dim)
     if rope.kind == "llama3":
         return _llama3_frequency(rope, head_dim)
+    if rope.kind == "proportional":
+        return _proportional_frequency(rope, head_dim)
     return _base_frequency(rope.theta, head_dim)
 
 

@@ -44,6 +44,12 @@ def packing_obstacle(layers: Sequence[PlainLayer]) -> str | None:
         return "latent attention"
     if any(not isinstance(layer.mlp, MLP) for layer in layers):
         return "mixtures of experts"
+    if any(getattr(layer, "layer_input", None) is not None for layer in layers):
+        return "inputs of each layer's own"
+    if len({cast("SelfAttention", layer.self_attn).head_dim for layer in layers}) > 1:
+        return "heads of several widths"
+    if any(cast("SelfAttention", layer.self_attn).value_eps is not None for layer in layers):
+        return "norms of values"
     if any(getattr(layer, "residual_scale", 1) != 1 for layer in layers):
         return "a multiplier of what blocks add"
     if any(cast("SelfAttention", layer.self_attn).norms_apart for layer in layers):

@@ -8,7 +8,7 @@ words that hold a bit for every token, ``Vw`` the 32-bit ones, ``Bw`` the bad wo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
@@ -133,7 +133,7 @@ def declare_slots(plan: Plan, mail_size: int) -> tuple[Slot, ...]:
         Slot("outcome_B", ("B",), i64, "lane", Status.FREE),
         Slot("cycle_1", (1,), i64, "state"),
         Slot("ring_ZBJ", ("Z", "B", plan.accept_width + RING_FIELDS), i64, "ring", -1),
-        _pool("target_kv", plan, plan.target),
+        *_pools("target_kv", plan, plan.target),
     ]
     if plan.target.vocabulary.sharded:
         slots.append(Slot("logits_BNVr", ("B", "N", "Vr"), f32, "lane"))
@@ -160,7 +160,7 @@ def declare_slots(plan: Plan, mail_size: int) -> tuple[Slot, ...]:
             *([Slot("draft_hidden_BH", ("B", "H"), dtype, "lane")] if plan.feature_width else []),
             # The first slot a drafter may see, the same for all; a constant tensor, so that no pass has to make one.
             Slot("draft_begin_1", (1,), i64, "state", plan.variant.shift),
-            _pool("draft_kv", plan, draft),
+            *_pools("draft_kv", plan, draft),
         ]
         if plan.shape.pool == "beams":
             slots += _beam_slots()
@@ -238,9 +238,24 @@ def slot_groups(sampling: SamplingClass) -> frozenset[str]:
     return frozenset(name for name, needed in on.items() if needed)
 
 
-def _pool(name: str, plan: Plan, model: ModelFacts) -> Slot:
-    sides, heads, width = model.kv_row
-    return Slot(name, (model.kv_layers, sides, plan.num_pages, plan.page_size, heads, width), DTYPES[plan.kv_dtype], "kv")
+def pool_names(name: str, model: ModelFacts) -> tuple[str, ...]:
+    """Slots of a network's KV pools, one for each shape of heads: ``target_kv``, ``target_kv_2``, and so on."""
+    return (name, *(f"{name}_{number}" for number in range(2, len(model.kv_rows) + 1)))
+
+
+def draft_pools(plan: Plan) -> tuple[str, ...]:
+    """Slots of the draft network's KV pools."""
+    return pool_names("draft_kv", plan.draft.decoder) if plan.draft is not None else ()
+
+
+def _pools(name: str, plan: Plan, model: ModelFacts) -> list[Slot]:
+    """One pool for each shape of heads. All have as many pages: a page id means the same tokens in each."""
+
+    def slot(own: str, layers: int, sides: int, heads: int, width: int) -> Slot:
+        return Slot(own, (layers, sides, plan.num_pages, plan.page_size, heads, width), DTYPES[plan.kv_dtype], "kv")
+
+    names = enumerate(zip(pool_names(name, model), model.kv_rows, strict=True))
+    return [slot(own, model.pool_layers(pool), *row) for pool, (own, row) in names]
 
 
 class Views:
@@ -258,6 +273,10 @@ class Views:
 
     def __getattr__(self, name: str) -> Tensor:
         raise AttributeError(f"no slot named {name!r} in this plan")
+
+    def several(self, names: Iterable[str]) -> tuple[Tensor, ...]:
+        """The slots of these names."""
+        return tuple([getattr(self, name) for name in names])
 
     def take(self, group: type[Group]) -> Group:
         """Slots that ops take together (:mod:`graphspec.kernels.groups`)."""

@@ -63,10 +63,13 @@ class SequenceAttention:
         weighing: Weighing = SOFTMAX,
     ) -> Tensor:  # fmt: skip
         """See :class:`graphspec.models.attention.Attention`."""
+        return self.read(layer, self.write(layer, query_BTQD, key_BTGD, value_BTGD, heads), scale, window_left, weighing)
+
+    def read(self, layer: int, query_BTQD: Tensor, scale: float, window_left: int | None, weighing: Weighing = SOFTMAX) -> Tensor:
+        """See :class:`graphspec.models.attention.Attention`."""
         assert window_left is None and weighing == SOFTMAX, "a draft in training sees its whole prefix, by a softmax"
-        rotated_BTQD = self.write(layer, query_BTQD, key_BTGD, value_BTGD, heads)
-        query = rotated_BTQD.unflatten(2, (key_BTGD.shape[2], -1)).unflatten(1, (len(self.seen_AR), -1)) * scale
         key_BRGD, value_BRGD = self.prefix[layer]
+        query = query_BTQD.unflatten(2, (key_BRGD.shape[2], -1)).unflatten(1, (len(self.seen_AR), -1)) * scale
         scores = torch.einsum("bamghd,brgd->bamghr", query, key_BRGD).masked_fill(~self.seen_AR[:, None, None, None], float("-inf"))
         if self.is_prefix:
             out = torch.einsum("bamghr,brgd->bamghd", scores.softmax(-1), value_BRGD)
@@ -80,6 +83,10 @@ class SequenceAttention:
             weights, own_weights = torch.cat((scores, own), -1).softmax(-1).split((scores.shape[-1], known), -1)
             out = torch.einsum("bamghr,brgd->bamghd", weights, value_BRGD) + torch.einsum("bamghn,bangd->bamghd", own_weights, value_BANGD)
         return out.flatten(1, 2).flatten(2, 3)
+
+    def over(self, pool: int) -> SequenceAttention:
+        """Drafts whose layers have heads of several shapes are not trained."""
+        raise NotImplementedError
 
     def latent(self, *arguments: object) -> Tensor:
         """Latent attention is not trained."""

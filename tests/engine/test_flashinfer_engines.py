@@ -32,10 +32,11 @@ from graphspec.kernels.flashinfer.planner import Planner
 from graphspec.models.attention import ChunkAttention, TreeAttention
 from graphspec.plan.plan import Plan
 from graphspec.shapes import GREEDY
-from tests.support.checkpoints import VOCAB_SIZE, build_hf
+from tests.support.checkpoints import VOCAB_SIZE, build_hf, write_hf
 from tests.support.depths import Launches, ScriptedDepth
 from tests.support.engines import Pair, ids, prompts, random_pair, watch_schedulers
 from tests.support.flashinfer_wrappers import StandIns, install
+from tests.support.gemma4 import build_gemma4
 from tests.support.moe_checkpoints import YARN, add_heads, head_tensors, write_mixture
 from tests.support.planned import generate, self_drafting
 from tests.support.tape import TapeCapturer
@@ -388,3 +389,8 @@ def test_comparing_runtimes_is_refused(engine: Engine, deepseek: Path) -> None:
     config = Config(model=model, variant=variant, runtime=runtime, kernels=KernelsConfig(attention="flashinfer"))
     with pytest.raises(ConfigError, match=r"kernels\.attention.*without a host step"):
         diff(config, "eager", "eager", [1, 2])
+
+
+def test_heads_of_several_shapes_are_refused(engine: Engine, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kernels\.attention: expected another implementation, since layers of the target have heads of"):
+        engine(write_hf(build_gemma4("dense"), tmp_path), variant="none")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +17,13 @@ from graphspec.config.schema import KernelsConfig
 from graphspec.kernels import OPS
 from graphspec.kernels.fused.hopper import resident
 from graphspec.kernels.fused.launch import launcher
-from graphspec.lab.floor import FloorModel, Hardware
+from graphspec.lab.floor import FloorModel, Hardware, kv_bytes_per_token
 from graphspec.lab.predict.latency import HOPPER, Situation, Work, by_kernel, estimate, estimate_cycle, places, work_of
 from graphspec.lab.predict.launches import INDUCTOR, Step, planned_steps
 from graphspec.lab.predict.model_pair import ModelPair, read_model_pair
 from graphspec.shapes import PLAIN, CycleShape
 from tests.support.codegen import launches_of
+from tests.support.gemma4 import BASE, INPUTS
 from tests.support.shapes_8b import fake_cycle
 
 from .test_state_prices import NEMOTRON_H_8B
@@ -96,6 +98,21 @@ def test_states_are_read_by_verification_and_read_and_written_by_the_commit(hybr
             found[step.kernel] += int(work_of(step, Situation(2048)).bytes)
     matrices = 2 * 24 * 128 * 128 * 64 * 4
     assert found == {verify: matrices, "commit_states": 2 * matrices}
+
+
+def test_layers_of_two_shapes_attend_over_two_pools(tmp_path: Path) -> None:
+    """Layers that read another layer's keys and values write none; a token's bytes are those of the layers that do."""
+    sizes = {"hidden_size": 64, "head_dim": 32, "global_head_dim": 64, "sliding_window": 512}
+    config = {**BASE, **INPUTS, **sizes, "max_position_embeddings": 4096, "architectures": ["Gemma4ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = Counter(step.kernel for step in steps_of(str(tmp_path), "ngram", CycleShape(3, 2, 6)))
+    assert (found["tree_attention"], found["rope_kv_write"], found["kv_move"]) == (7, 4, 2)
+    _, pair, floor = planned(str(tmp_path), "ngram")
+    row = 2 * 2 * (3 * 32 + 64) * 2
+    assert kv_bytes_per_token(pair.target, 2) == row
+    [stage] = floor.stages(PLAIN, 1, 2048)
+    # Four layers have a window of 512; only the first four have keys and values of their own to write.
+    assert stage.parts["kv"] == 2 * 2 * 2 * (4 * 32 * 512 + 3 * 64 * 2048) + row
 
 
 def test_every_op_has_a_launcher_of_its_name() -> None:

@@ -189,7 +189,7 @@ def test_pools_hold_one_row_per_token(tmp_path: Path) -> None:
     path, _ = write_mixture(tmp_path, "deepseek_v3")
     add_heads(path, head_tensors())
     target = read_model_facts(path)
-    assert target.kv_row == (1, 1, 16)
+    assert target.kv_rows == ((1, 1, 16),)
     plan = make_plan(
         Config(variant=VariantConfig(name="mtp"), model=ModelConfig(path=str(path))), target, read_mtp_facts(path, target), device="cpu"
     )

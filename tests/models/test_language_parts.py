@@ -131,4 +131,4 @@ def test_a_published_config_may_leave_most_to_the_defaults(tmp_path: Path) -> No
     assert (facts.num_heads, facts.num_kv_heads, facts.head_dim, facts.vocab_size, facts.eos_token_ids) == (8, 4, 256, 262208, (1, 106))
     assert (facts.rope.theta, facts.rope.kind, facts.rope.factor) == (1e6, "linear", 8.0)
     assert facts.sliding_window[:6] == (1024,) * 5 + (None,) and facts.layer_rope[0].theta == 1e4 and facts.layer_rope[5] == facts.rope
-    assert (facts.tie_word_embeddings, facts.dtype, facts.score_scale) == (True, "bfloat16", 256**-0.5)
+    assert (facts.tie_word_embeddings, facts.dtype, facts.score_scale(0)) == (True, "bfloat16", 256**-0.5)

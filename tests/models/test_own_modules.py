@@ -106,7 +106,7 @@ def test_facts_come_from_the_attention_calls(pairs: dict[str, Pair]) -> None:
     facts = read_own_facts(pairs["Cohere2"].target)
     assert facts.sliding_window == (6, 6, 6, None, 6)
     assert (facts.num_heads, facts.num_kv_heads, facts.head_dim, facts.family) == (3, 3, 16, OWN_MODULES)
-    assert read_own_facts(pairs["Starcoder2"].target).kv_row == (2, 1, 16)
+    assert read_own_facts(pairs["Starcoder2"].target).kv_rows == ((2, 1, 16),)
     assert read_own_facts(pairs["StableLm"].target).eos_token_ids == (VOCAB_SIZE - 1,)
     assert all(find_family(type(pairs[name].hf).__name__) is None for name in THREE), "models that have a family by now"
 

@@ -211,7 +211,7 @@ def test_layers_are_rotated_by_the_parameters_of_their_kind() -> None:
     keys = Keys({**values, "use_sliding_window": True, "rope_parameters": parameters}, "config")
     facts = read_decoder(keys, Path("nowhere"), "any", QWEN3)
     full, sliding = RopeFacts(700.0, "linear", 2.5), RopeFacts(700.0, "linear", 4.0)
-    assert (facts.rope, facts.layer_rope, facts.ropes) == (full, (sliding, full, sliding), (full, sliding))
+    assert (facts.rope, facts.layer_rope, facts.ropes) == (full, (sliding, full, sliding), ((full, sliding),))
     assert [facts.rope_index(layer) for layer in range(3)] == [1, 0, 1]
     assert facts.layers_from(1).layer_rope == (full, sliding)
     with pytest.raises(CheckpointError, match="one rotation for all layers of a draft"):

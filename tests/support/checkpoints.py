@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -379,12 +379,18 @@ class DenseAttention:
     rope_length_BT: Tensor
     valid_BT: Tensor
     recurrence: Recurrence | None = None
+    written: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Keys and values by layer."""
 
     @classmethod
     def prompt(cls, batch: int, length: int, device: str = "cpu") -> DenseAttention:
         """Whole prompts of one length, as a prefill sees them."""
         position_BT = torch.arange(length, device=device).expand(batch, length)
         return cls(position_BT, torch.full_like(position_BT, length), torch.ones_like(position_BT, dtype=torch.bool))
+
+    def over(self, pool: int) -> DenseAttention:
+        del pool
+        return DenseAttention(self.position_BT, self.rope_length_BT, self.valid_BT, self.recurrence)
 
     def __call__(
         self,
@@ -397,11 +403,15 @@ class DenseAttention:
         window_left: int | None,
         weighing: Weighing = SOFTMAX,
     ) -> Tensor:
-        del layer
         if heads.query_norm is not None and heads.key_norm is not None:
             query_BTQD = rms_norm(query_BTQD, heads.query_norm, heads.norm_eps, heads.norm_offset)
             key_BTGD = rms_norm(key_BTGD, heads.key_norm, heads.norm_eps, heads.norm_offset)
         query_BTQD, key_BTGD = (apply_rope(x, *heads.rotation.cos_sin(x.dtype)) for x in (query_BTQD, key_BTGD))
+        self.written[layer] = (key_BTGD, value_BTGD)
+        return self.read(layer, query_BTQD, scale, window_left, weighing)
+
+    def read(self, layer: int, query_BTQD: Tensor, scale: float, window_left: int | None, weighing: Weighing = SOFTMAX) -> Tensor:
+        key_BTGD, value_BTGD = self.written[layer]
         repeat = query_BTQD.shape[2] // key_BTGD.shape[2]
         key_BTQD, value_BTQD = (x.repeat_interleave(repeat, dim=2) for x in (key_BTGD, value_BTGD))
         score_BQTU = torch.einsum("btqd,buqd->bqtu", query_BTQD, key_BTQD) * scale

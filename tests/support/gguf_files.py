@@ -31,6 +31,11 @@ def gguf_name(name: str, arch: str, layers: int) -> str:
         .replace(".e_score_correction_bias", ".e_score_correction.bias")
         .replace(".sinks", ".sinks.weight")
     )
+    for part, stored in (("router.scale", "ffn_gate_inp.scale"), ("router.per_expert_scale", "ffn_down_exps.scale")):
+        if name.endswith(part):
+            return f"blk.{name.split('.')[2]}.{stored}"
+    if name.endswith(("layer_scalar", ".experts.gate_up_proj", ".experts.down_proj")):
+        name += ".weight"
     found = gguf.get_tensor_name_map(key, layers).get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return found
@@ -99,7 +104,7 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
 
 def write_gguf(
     source: Path, file: Path, kinds: dict[str, Type], *, arch: str, default: Type = Type.F32, seed: int = 0, tokenizer: bool = True,
-    metadata: dict[str, Any] | None = None,
+    metadata: dict[str, Any] | None = None, more: dict[str, Tensor] | None = None,
 ) -> Path:  # fmt: skip
     """Write a checkpoint as GGUF, with new random blocks where a type is given, and the same numbers as a folder.
 
@@ -112,6 +117,7 @@ def write_gguf(
         seed: of the blocks.
         tokenizer: write one of 61 tokens.
         metadata: keys to add, None removes one.
+        more: float32 tensors that the checkpoint has not.
 
     Returns:
         A folder with the numbers in float32, for transformers.
@@ -178,12 +184,14 @@ def write_gguf(
                 plain = plain.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
         if arch in OFFSET and stored.endswith("norm.weight"):
             plain = plain - 1
-        if ".experts." in name and arch != "gpt-oss":
+        if ".experts." in name and arch not in ("gpt-oss", "gemma4"):
             before, after = name.split(".experts.")
             numbers |= {f"{before}.experts.{expert}.{after}": each.clone() for expert, each in enumerate(plain)}
         else:
             numbers[name] = plain.view(shape)
         writer.add_tensor(stored, data, raw_dtype=kind)
+    for name, tensor in (more or {}).items():
+        writer.add_tensor(name, tensor.numpy())
     if arch == "gpt-oss":
         numbers = _gates_together(numbers)
     writer.write_header_to_file()

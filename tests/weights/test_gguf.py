@@ -158,6 +158,13 @@ def test_sentence_pieces_are_those_of_transformers(sources: dict[str, Path], tmp
     assert spelled("cab c") == ["<s>", "▁", "c", "ab", "▁", "c"]
     assert spelled("é") == ["<s>", "▁", "<0xC3>", "<0xA9>"]
     assert tokenizer.decode(tokenizer.words("abc é ab")) == "abc é ab"
+    # Gemma 4's lists its merges, and puts no space in front.
+    listed = {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": ["a b", "ab c"], "tokenizer.ggml.add_space_prefix": False}
+    file = tmp_path / "listed.gguf"
+    write_gguf(tmp_path / "source", file, {}, arch="llama", metadata=metadata | listed)
+    tokenizer = Tokenizer(gguf_folder(file))
+    assert spelled("abc") == ["<s>", "abc"] and spelled("a bc") == ["<s>", "a", "▁", "b", "c"]
+    assert tokenizer.decode(tokenizer.words("abc é ab")) == "abc é ab"
 
 
 BAD_METADATA: dict[str, tuple[dict[str, Any], str]] = {
@@ -175,7 +182,7 @@ BAD_METADATA: dict[str, tuple[dict[str, Any], str]] = {
     "flag": ({"tokenizer.ggml.add_bos_token": "x"}, "add_bos_token: expected true or false, found 'x'"),
     "kinds of tokens": ({"tokenizer.ggml.token_type": ["a"] * 61}, "token_type: expected 61 kinds"),
     "scaling": ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type: expected one of none, linear, yarn"),
-    "tokenizer": ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model: expected gpt2 or llama, found 'bert'"),
+    "tokenizer": ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model: expected gpt2, llama or gemma4, found 'bert'"),
     "pre-tokenizer": ({"tokenizer.ggml.pre": "jais"}, "tokenizer.ggml.pre: expected one of default"),
     "end": ({"tokenizer.ggml.eos_token_id": 99}, "eos_token_id: expected a token from 0 to 60"),
     "types": ({"tokenizer.ggml.token_type": [1, 1]}, "token_type: expected 61 kinds"),
@@ -203,8 +210,8 @@ def test_types_and_architectures_that_do_not_load_are_named(sources: dict[str, P
         gguf_folder(file)
     write_gguf(sources["llama"], tmp_path / "other.gguf", {}, arch="internlm2")
     known = (
-        "llama, qwen2, qwen3, qwen3vl, qwen3moe, qwen2moe, olmoe, ernie4_5, ernie4_5-moe, glm4, gemma, gemma2, gemma3, olmo2, exaone4, "
-        "smollm3, granite, seed_oss, dots1, qwen35, qwen35moe, gpt-oss, glm4moe"
+        "llama, qwen2, qwen3, qwen3vl, qwen3moe, qwen2moe, olmoe, ernie4_5, ernie4_5-moe, glm4, gemma, gemma2, gemma3, gemma4, olmo2, "
+        "exaone4, smollm3, granite, seed_oss, dots1, qwen35, qwen35moe, gpt-oss, glm4moe"
     )
     with pytest.raises(CheckpointError, match=rf"general\.architecture: expected one of {known}, found 'internlm2'"):
         gguf_folder(tmp_path / "other.gguf")

@@ -20,6 +20,7 @@ from graphspec.facts.gguf_model import gguf_folder
 from graphspec.models.target import load_target
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, architecture_of, build_hf, write_hf
 from tests.support.features import marked, of_family
+from tests.support.gemma4 import BASE, SHAPES, build_gemma4
 from tests.support.gguf_files import copy_gguf, write_gguf
 from tests.support.moe_checkpoints import add_heads, build_mixture, head_tensors, mixture_of
 
@@ -118,7 +119,7 @@ def tokens() -> torch.Tensor:
 
 
 def test_every_architecture_has_a_case() -> None:
-    assert {name.split(",")[0] for name in CASES} | {"llama", "qwen2", "qwen3", "qwen35", "qwen35moe"} == set(ARCHITECTURES)
+    assert {name.split(",")[0] for name in CASES} | {"llama", "qwen2", "qwen3", "qwen35", "qwen35moe", "gemma4"} == set(ARCHITECTURES)
     assert set(ARCHITECTURES) <= set(gguf.MODEL_ARCH_NAMES.values())
 
 
@@ -172,6 +173,42 @@ def test_experts_of_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
         llm = LLM(str(file), runtime="eager", max_context=64, max_rows=1, buckets=[1], **shape)  # type: ignore[arg-type]
         found = llm.generate([prompt], SamplingParams(max_tokens=20, ignore_eos=True))[0].token_ids
         assert list(found) == out[0, len(prompt) :].tolist()
+
+
+def write_gemma4(kind: str, folder: Path, **options: Any) -> tuple[Path, Path]:
+    """As llama.cpp's converter has it: numbers for each layer, and divisors that make pairs of a head stand still."""
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32, "head_dim": 16, "global_head_dim": 32}
+    source, file = write_hf(build_gemma4(kind, **sizes), folder / "source"), folder / "model.gguf"
+    config = {**BASE, **SHAPES[kind], **sizes}
+    layers, shared, heads = config["num_hidden_layers"], config.get("num_kv_shared_layers", 0), config["num_attention_heads"]
+    windowed = [layer == "sliding_attention" for layer in config["layer_types"]]
+    full = config.get("num_global_key_value_heads", config["num_key_value_heads"])
+    metadata = {
+        "attention.key_length": 32, "attention.value_length": 32, "attention.key_length_swa": 16, "attention.value_length_swa": 16,
+        "attention.head_count": heads, "attention.head_count_kv": [config["num_key_value_heads"] if one else full for one in windowed],
+        "attention.shared_kv_layers": shared, "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": windowed, "rope.dimension_count": 32, "rope.dimension_count_swa": 16,
+        "rope.freq_base_swa": 100.0, "final_logit_softcapping": 4.0,
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "feed_forward_length": [32 * (1 + (layer >= layers - shared)) for layer in range(layers)],
+    }  # fmt: skip
+    if kind == "experts":
+        metadata |= {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 32}
+    divisors = torch.tensor([1.0] * 4 + [1e30] * 12)
+    named = {f"gemma4.{key}": value for key, value in metadata.items()}
+    return file, write_gguf(source, file, {}, arch="gemma4", metadata=named, more={"rope_freqs.weight": divisors}, **options)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@torch.inference_mode()
+def test_gemma4_has_numbers_for_each_layer(kind: str, tmp_path: Path) -> None:
+    file, plain = write_gemma4(kind, tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager").eval()
+    torch.testing.assert_close(logits(file), model(input_ids=tokens()).logits, rtol=1e-4, atol=1e-4)
+    lists = gguf.GGUFValueType
+    refused(
+        file, tmp_path, {"gemma4.attention.head_count_kv": ([2, 0], lists.ARRAY, lists.UINT32)}, "head_count_kv: expected a whole number"
+    )
 
 
 def refused(file: Path, tmp_path: Path, metadata: dict[str, tuple[Any, ...]], message: str) -> None:

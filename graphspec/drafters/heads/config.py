@@ -185,5 +185,6 @@ def one_layer(target: ModelFacts) -> ModelFacts:
     return replace(
         target, architecture="LlamaForCausalLM", family=LLAMA, num_layers=1, sliding_window=(None,), latent=None, experts=None,
         recurrent=None, mixers=None, multipliers=NO_MULTIPLIERS, qk_norm=False, attention_bias=False, output_bias=False, mlp_bias=False,
-        num_heads=heads, num_kv_heads=kv_heads, head_dim=width,
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=width, layer_rope=(), layer_heads=(), kv_sources=(), shared_mlp_factor=1,
+        layer_inputs=None,
     )  # fmt: skip

@@ -41,7 +41,7 @@ def read_standalone_facts(path: str | Path, target: ModelFacts) -> StandaloneFac
         if keys.present(key):
             raise keys.error(key, "a whole language model, without this key", "an EAGLE head belongs to another variant")
     decoder = read_draft_model_facts(path)
-    if decoder.recurrent is not None or decoder.kv_layers < decoder.num_layers:
+    if decoder.recurrent is not None or not all(map(decoder.attends, range(decoder.num_layers))):
         raise keys.error(
             "architectures",
             "a model in which every layer attends and none is recurrent",

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from ...kernels.groups import Progress, Run
 from ...models.recurrence import NodeRecords, RecurrentStates, commit_path
-from ...plan.buffers import Views
+from ...plan.buffers import Views, pool_names
 from .stage import Build, Stage
 
 
 class CommitState(Stage):
-    """Keep the accepted path: its KV moves to consecutive slots, all layers at once. Chains need no move."""
+    """Keep the accepted path: its KV moves to consecutive slots, all layers of a pool at once. Chains need no move."""
 
     name = "commit_state"
-    reads = ("lane_row_B", "seq_len_R", "page_table_RP", "path_BA", "accept_len_B", "target_kv")
-    writes = ("target_kv",)
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.pools = pool_names("target_kv", self.plan.target)
+        self.reads = ("lane_row_B", "seq_len_R", "page_table_RP", "path_BA", "accept_len_B", *self.pools)
+        self.writes = self.pools
 
     def forward(self, v: Views) -> None:
-        self.kernels.kv_move(v.target_kv, v.page_table_RP, v.seq_len_R, v.path_BA, v.accept_len_B, v.lane_row_B)
+        for pool in v.several(self.pools):
+            self.kernels.kv_move(pool, v.page_table_RP, v.seq_len_R, v.path_BA, v.accept_len_B, v.lane_row_B)
 
 
 class CommitRecurrent(Stage):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...kernels.host_step import BoundCall
 from ...models.attention import ChunkAttention
-from ...plan.buffers import Views
+from ...plan.buffers import Views, draft_pools
 from .stage import Build, DraftModel
 
 
@@ -67,8 +67,10 @@ class DraftPrefill:
         self.shift = build.plan.variant.shift
         features = ("window_feature_RAcF", *(("page_feature",) if self.plan.prefix_cache else ())) if self.plan.feature_width else ()
         carried = (*features, *self.carried)
-        self.reads = ("draft_kv", *carried) if build.plan.draft_attends else carried
-        self.writes = ("draft_kv", *carried)
+        pools = draft_pools(self.plan)
+        self.further_pools = pools[1:]
+        self.reads = (*pools, *carried) if build.plan.draft_attends else carried
+        self.writes = (*pools, *carried)
         self.bound = bound
 
     def __call__(self, v: Views, chunk: ChunkRows, feature_BCF: Tensor | None) -> None:
@@ -99,5 +101,5 @@ class DraftPrefill:
         """Attention of rows ``[B, T]`` over the row's draft KV."""
         return ChunkAttention(
             self.kernels, v.draft_kv, chunk.table_BP, slot_BT - self.shift, rope_length_BT - self.shift, valid_BT, slot_BT, self.shift,
-            self.bound,
+            self.bound, further_pools=v.several(self.further_pools),
         )  # fmt: skip

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...kernels.host_step import BoundCall
 from ...models.attention import TreeAttention
-from ...plan.buffers import Views
+from ...plan.buffers import Views, draft_pools
 from .stage import Build, DraftModel, Stage
 
 
@@ -24,9 +24,10 @@ class NetworkStage(Stage):
         assert build.draft is not None, "a draft stage needs a draft network"
         self.draft: DraftModel = build.draft
         self.shift = build.plan.variant.shift
+        self.further_pools = draft_pools(self.plan)[1:]
         featured = self.plan.feature_width > 0
-        self.reads = (*self.reads, *(self.feature_reads if featured else ()))
-        self.writes = (*self.writes, *(self.feature_writes if featured else ()))
+        self.reads = (*self.reads, *self.further_pools, *(self.feature_reads if featured else ()))
+        self.writes = (*self.writes, *self.further_pools, *(self.feature_writes if featured else ()))
 
     def attend(
         self,
@@ -60,6 +61,7 @@ class NetworkStage(Stage):
             ancestors_BTX=ancestors_BTX,
             own_window=window,
             bound=bound,
+            further_pools=v.several(self.further_pools),
         )
 
     def window(self, v: Views, width: int, num_words: int) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...config.catalog import load_object
 from ...models.attention import ChunkAttention
 from ...models.recurrence import RecurrentStates, RunRecurrence
-from ...plan.buffers import Status, Views
+from ...plan.buffers import Status, Views, pool_names
 from .bans import WORDS, note_tokens
 from .counts import count_tokens
 from .draft_prefill import ChunkRows, DraftPrefill, take_last
@@ -66,10 +66,11 @@ class Prefill(Stage):
         draft_reads, draft_writes = (self.draft.reads, self.draft.writes) if self.draft is not None else ((), ())
         self.states = RecurrentStates._fields if self.plan.target.recurrent is not None else ()
         scored = ("following_token_R", "cycle_1") if self.sampling.prompt_logprobs else ()
-        self.reads = ("mail", "lane_row_B", "page_table_RP", "target_kv", *self.states, *draft_reads, *scored)
+        self.pools = pool_names("target_kv", self.plan.target)
+        self.reads = ("mail", "lane_row_B", "page_table_RP", *self.pools, *self.states, *draft_reads, *scored)
         tables = ("page_table_RP",) if self.layout.max_chunk_pages else ()
         ring = PROMPT_RING if self.sampling.prompt_logprobs else ()
-        self.writes = ("target_kv", *self.states, *tables, *draft_writes, *ring, self.scores.slot)
+        self.writes = (*self.pools, *self.states, *tables, *draft_writes, *ring, self.scores.slot)
 
     def forward(self, v: Views) -> None:
         at = self.layout
@@ -86,7 +87,19 @@ class Prefill(Stage):
             recurrence = RunRecurrence(self.kernels, v.take(RecurrentStates), row_B, length_B, parts.start_B == 0, exact)
         hidden_BCH, taps_BCF = self.target(
             token_BC,
-            ChunkAttention(self.kernels, v.target_kv, table_BP, slot_BC, rope_length_BC, valid_BC, slot_BC, 0, self.bound, recurrence),
+            ChunkAttention(
+                self.kernels,
+                v.target_kv,
+                table_BP,
+                slot_BC,
+                rope_length_BC,
+                valid_BC,
+                slot_BC,
+                0,
+                self.bound,
+                recurrence,
+                v.several(self.pools[1:]),
+            ),
         )
         if self.sampling.prompt_logprobs:
             write_prompt_logprobs(v, self.target, self.scores, v.cycle_1 % self.plan.ring_depth, hidden_BCH, token_BC, length_B)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...models.attention import TreeAttention
 from ...models.recurrence import NodeRecords, RecurrentStates, TreeRecurrence
-from ...plan.buffers import Views
+from ...plan.buffers import Views, pool_names
 from .stage import Build, Stage, TargetModel
 from .vocabulary import Scores
 
@@ -19,12 +19,13 @@ class Verify(Stage):
         super().__init__(build)
         self.target: TargetModel = build.target
         self.scores = Scores.of_target(build)
+        self.pools = pool_names("target_kv", self.plan.target)
         nodes = ("node_token_BN", "node_depth_BN", "node_ancestors_BNX")
-        self.reads = ("lane_row_B", "status_R", "seq_len_R", "lane_table_BP", "target_kv", *nodes)
+        self.reads = ("lane_row_B", "status_R", "seq_len_R", "lane_table_BP", *self.pools, *nodes)
         if self.plan.target.recurrent is not None:
             self.reads += ("node_parent_BN", *RecurrentStates._fields)
         records = NodeRecords._fields if self.plan.target.recurrent is not None else ()
-        self.writes = ("target_kv", self.scores.slot, *records, *(("feature_BNF",) if self.plan.feature_width else ()))
+        self.writes = (*self.pools, self.scores.slot, *records, *(("feature_BNF",) if self.plan.feature_width else ()))
         # The mask of a chain is causal.
         count = self.shape.num_draft_tokens
         self.bound = self.bind_call("target", "root", count, count) if self.shape.is_chain else None
@@ -55,6 +56,7 @@ class Verify(Stage):
             own_window=window,
             bound=self.bound,
             recurrence=recurrence,
+            further_pools=v.several(self.pools[1:]),
         )
         hidden_BNH, taps_BNF = self.target(token_BN, attention)
         self.scores.keep(v, self.target.logits(hidden_BNH))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..formulas import silu_mul
+from ..formulas import gelu_mul, silu_mul
 from ..op import Int64, kernel_op
 
 Weights = Callable[[Tensor | None], Tensor]
@@ -25,13 +25,15 @@ def moe_mlp(
     down_bias_EH: Tensor | None = None,
     alpha: float = 1.0,
     limit: float = 0.0,
+    gelu: bool = False,
 ) -> Tensor:
     """``sum over k of weight[t, k] * down[e](silu(gate[e] x[t]) * (up[e] x[t]))`` with ``e = index[t, k]``, in order of k.
 
     SwiGLU experts (arXiv 2002.05202) after ``moe_route``. Products accumulate in float32, and so does
     the sum over experts; the activation is rounded to the dtype of ``x`` before the second product. Experts without a gate compute
     ``down[e](relu(up[e] x[t]) ** 2)`` (arXiv 2109.08668). With a ``limit``, SwiGLU is clamped as in gpt-oss: with
-    ``g = min(gate, limit)`` and ``u = clip(up, -limit, limit)`` it is ``g * sigmoid(alpha * g) * (u + 1)``.
+    ``g = min(gate, limit)`` and ``u = clip(up, -limit, limit)`` it is ``g * sigmoid(alpha * g) * (u + 1)``. With ``gelu`` the
+    activation is GeGLU, with the tanh approximation of GELU (arXiv 1606.08415), as in Gemma 4.
 
     Args:
         x_TH: floating point, any number of tokens.
@@ -43,6 +45,7 @@ def moe_mlp(
         gate_up_bias_EF: ``[E, 2F]``, in the order of the rows; contiguous, dtype of ``x``. Added before the activation.
         down_bias_EH: ``[E, H]``, likewise. Added before the weight of the expert applies.
         alpha, limit: static; of clamped SwiGLU. A limit of 0: plain SwiGLU.
+        gelu: static; GeGLU. Only with a gate and without a limit.
 
     Returns:
         ``[T, H]`` in the dtype of ``x``; 0 for a token without an expert.
@@ -56,8 +59,9 @@ def moe_mlp(
 
     experts, width = gate_up_EFH.shape[0], down_EHF.shape[2]
     return mixture(
-        x_TH, index_TK, weight_TK, experts, gate_up, down, gate_up_bias_EF, down_bias_EH, width, gate_up_EFH.shape[1] // width, alpha, limit
-    )
+        x_TH, index_TK, weight_TK, experts, gate_up, down, gate_up_bias_EF, down_bias_EH, width, gate_up_EFH.shape[1] // width,
+        alpha, limit, gelu,
+    )  # fmt: skip
 
 
 def mixture(
@@ -73,11 +77,12 @@ def mixture(
     parts: int,
     alpha: float,
     limit: float,
+    gelu: bool,
 ) -> Tensor:
     """:func:`moe_mlp` of matrices that are made when asked for.
 
     Args:
-        x_TH, index_TK, weight_TK, gate_up_bias_EF, down_bias_EH, alpha, limit: as there.
+        x_TH, index_TK, weight_TK, gate_up_bias_EF, down_bias_EH, alpha, limit, gelu: as there.
         experts: E.
         gate_up, down: matrices of experts.
         width: F.
@@ -94,7 +99,7 @@ def mixture(
         if parts == 1:
             return torch.relu(hidden).square()
         if limit == 0:
-            return silu_mul(hidden)
+            return (gelu_mul if gelu else silu_mul)(hidden)
         gate, up = hidden.chunk(2, -1)
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return gate * torch.sigmoid(alpha * gate) * (up + 1)

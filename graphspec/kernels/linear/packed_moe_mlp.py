@@ -21,6 +21,7 @@ def packed_moe_mlp(
     down_bias_EH: Tensor | None = None,
     alpha: float = 1.0,
     limit: float = 0.0,
+    gelu: bool = False,
 ) -> Tensor:
     """:func:`~graphspec.kernels.linear.moe_mlp.moe_mlp` of the weights that :func:`~graphspec.kernels.linear.packed.dequantise` gives.
 
@@ -28,7 +29,7 @@ def packed_moe_mlp(
     bit.
 
     Args:
-        x_TH, index_TK, weight_TK, gate_up_bias_EF, down_bias_EH, alpha, limit: as of ``moe_mlp``.
+        x_TH, index_TK, weight_TK, gate_up_bias_EF, down_bias_EH, alpha, limit, gelu: as of ``moe_mlp``.
         gate_up: ``[E * 2F, H]``, or ``[E * F, H]`` without a gate: the rows of one expert after those of another.
         down: ``[E * H, F]``, likewise.
 
@@ -50,5 +51,5 @@ def packed_moe_mlp(
 
     return mixture(
         x_TH, index_TK, weight_TK, experts, lambda index: numbers(gate_up, entering, index), lambda index: numbers(down, hidden, index),
-        gate_up_bias_EF, down_bias_EH, width, entering // width, alpha, limit,
+        gate_up_bias_EF, down_bias_EH, width, entering // width, alpha, limit, gelu,
     )  # fmt: skip

@@ -104,9 +104,9 @@ inline void transpose(const T* const* key, int64_t dim, float* out, float* room)
     for (int k = 0; k < KEYS; ++k) out[d * KEYS + k] = widen(key[k][d]);
 }
 
-// Scores of NQ queries against one transposed block.
+// Scores of NQ queries against one transposed block, a chain of fused multiply-adds over the channels.
 template <int NQ>
-inline void score_block(const float* const* query, const float* key_t, int64_t dim, float scale, float* const* score) {
+inline void score_chain(const float* const* query, const float* key_t, int64_t dim, float scale, float* const* score) {
   f16 sum[NQ][2];
   for (auto& row : sum)
     for (auto& s : row) s = splat16(0.0f);
@@ -120,6 +120,23 @@ inline void score_block(const float* const* query, const float* key_t, int64_t d
   }
   for (int q = 0; q < NQ; ++q)
     for (int v = 0; v < 2; ++v) store16(score[q] + v * 16, mul16(sum[q][v], splat16(scale)));
+}
+
+// The same for heads of any width: a chain over more than LONGEST channels would round too often, so there are several, added in order.
+template <int NQ>
+inline void score_block(const float* const* query, const float* key_t, int64_t dim, float scale, float* const* score) {
+  constexpr int64_t LONGEST = 256, PART = 128;
+  if (dim <= LONGEST) return score_chain<NQ>(query, key_t, dim, scale, score);
+  score_chain<NQ>(query, key_t, PART, scale, score);
+  alignas(64) float more[NQ][KEYS];
+  float* to[NQ];
+  const float* from[NQ];
+  for (int64_t d = PART; d < dim; d += PART) {
+    for (int q = 0; q < NQ; ++q) to[q] = more[q], from[q] = query[q] + d;
+    score_chain<NQ>(from, key_t + d * KEYS, std::min(PART, dim - d), scale, to);
+    for (int q = 0; q < NQ; ++q)
+      for (int k = 0; k < KEYS; k += 16) store16(score[q] + k, add16(load16(score[q] + k), load16(more[q] + k)));
+  }
 }
 
 // acc[q] += sum over keys of weight * value, NV vectors of channels from `at` on; with TOTAL also total[q] += sum over keys of weight.

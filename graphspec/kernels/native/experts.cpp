@@ -23,7 +23,7 @@ struct Call {
   const char *gate_up, *down;            // one packed weight after the other
   const float *gate_up_bias, *down_bias;  // may be null
   int64_t gate_up_bytes, down_bytes;      // of the weight of one expert
-  int64_t tokens, topk, experts, hidden, width, gated, stride;
+  int64_t tokens, topk, experts, hidden, width, gated, gelu, stride;
   double alpha, limit;
 };
 
@@ -131,7 +131,8 @@ class Experts final : public graphspec::Program {
           u = u > limit ? limit : u < -limit ? -limit : u;
           to[f] = g * sigmoid(alpha * g) * (u + 1.0f);
         } else {
-          to[f] = gate[f] * sigmoid(gate[f]) * u;
+          const float g = gate[f];
+          to[f] = g * sigmoid(c_.gelu ? 1.5957691216f * (g + 0.044715f * g * g * g) : g) * u;  // the same GELU as gelu8's
         }
       }
     }

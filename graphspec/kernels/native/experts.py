@@ -52,6 +52,7 @@ def _mix(
     down_bias: Tensor | None,
     alpha: float,
     limit: float,
+    gelu: bool,
 ) -> Tensor:
     """:func:`graphspec.kernels.linear.moe_mlp.moe_mlp` of weights of :func:`pack_experts`; ``gated``: they have gates.
 
@@ -69,7 +70,7 @@ def _mix(
     out = torch.empty(x.shape, dtype=torch.float32)
     biases = (None if bias is None else dense(bias) for bias in (gate_up_bias, down_bias))
     tensors = (out, rows, dense(index), dense(weight), dense(gate_up), dense(down), *biases)
-    sizes = (gate_up.stride(0), down.stride(0), *index.shape, gate_up.shape[0], hidden, width, gated, rows.stride(0))
+    sizes = (gate_up.stride(0), down.stride(0), *index.shape, gate_up.shape[0], hidden, width, gated, gelu, rows.stride(0))
     call("experts", tensors, *sizes, bits(alpha), bits(limit))
     return out
 
@@ -91,10 +92,11 @@ def moe_mlp(
     down_bias_EH: Tensor | None = None,
     alpha: float = 1.0,
     limit: float = 0.0,
+    gelu: bool = False,
 ) -> Tensor:
     """:func:`graphspec.kernels.linear.moe_mlp.moe_mlp` with packing and experts in C++."""
     numbers = gate_up_EFH.flatten(0, 1), down_EHF.flatten(0, 1)
-    return _packing(x_TH, index_TK, weight_TK, *numbers, gate_up_bias_EF, down_bias_EH, alpha, limit)
+    return _packing(x_TH, index_TK, weight_TK, *numbers, gate_up_bias_EF, down_bias_EH, alpha, limit, gelu)
 
 
 def packed_moe_mlp(
@@ -107,16 +109,18 @@ def packed_moe_mlp(
     down_bias_EH: Tensor | None = None,
     alpha: float = 1.0,
     limit: float = 0.0,
+    gelu: bool = False,
 ) -> Tensor:
     """:func:`graphspec.kernels.linear.packed_moe_mlp.packed_moe_mlp`, likewise."""
-    return _packing(x_TH, index_TK, weight_TK, gate_up, down, gate_up_bias_EF, down_bias_EH, alpha, limit)
+    return _packing(x_TH, index_TK, weight_TK, gate_up, down, gate_up_bias_EF, down_bias_EH, alpha, limit, gelu)
 
 
 def _packing(
     x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor | Packed, down: Tensor | Packed, gate_up_bias: Tensor | None,
-    down_bias: Tensor | None, alpha: float, limit: float,
+    down_bias: Tensor | None, alpha: float, limit: float, gelu: bool,
 ) -> Tensor:  # fmt: skip
     width, experts = down.shape[1], down.shape[0] // x.shape[1]
     packed = pack_experts(gate_up, experts), pack_experts(down, experts)
-    mixed: Tensor = mix(x, index, weight, *packed, width, gate_up.shape[0] == 2 * experts * width, gate_up_bias, down_bias, alpha, limit)
+    gated = gate_up.shape[0] == 2 * experts * width
+    mixed: Tensor = mix(x, index, weight, *packed, width, gated, gate_up_bias, down_bias, alpha, limit, gelu)
     return mixed

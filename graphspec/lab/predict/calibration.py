@@ -289,6 +289,7 @@ def chain_attention(llm: LLM, pool: str, lanes: int, rows: int, context: int) ->
         begin_BT=torch.zeros(lanes, rows, dtype=torch.int64),
         prefix_end_B=torch.full((lanes,), context),
         ancestors_BTX=ancestors_T[None, :, None].repeat(lanes, 1, 1),
+        further_pools=tuple(arena[slot.name] for slot in arena.slots if slot.name.startswith(f"{pool}_")),
     )
 
 

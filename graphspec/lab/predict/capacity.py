@@ -261,7 +261,7 @@ def _tables(pair: ModelPair, plan: Plan) -> tuple[int, int]:
 
 def _table(facts: ModelFacts, positions: int) -> int:
     """Bytes of the float32 table of cos and sin."""
-    return 0 if facts.rope.kind == "dynamic" else 4 * positions * len(facts.ropes) * facts.rope.rotary_dim(facts.head_dim)
+    return 4 * positions * facts.rope_columns
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from ...graphs.stages.mailbox import MailLayout
 from ...kernels import OPS
 from ...kernels.registry import KernelSet
 from ...models.layers import use_kernels
+from ...models.rope import RotaryEmbedding
 from ...plan.buffers import DTYPES, Arena
 from ...shapes import GREEDY, SamplingClass
 from ..floor import build_draft, build_target
@@ -152,6 +153,9 @@ def record(plan: Plan, target: Decoder, draft: Any, lanes: int, sampling: Sampli
     for network in (target, draft):
         if network is not None:
             use_kernels(network, kernels)
+            for module in network.modules():
+                if isinstance(module, RotaryEmbedding):
+                    module.to("meta")  # tables are made with their data
     with torch.device("meta"):
         arena = Arena(plan, MailLayout.of(plan).size, device="meta")
         arena.allocate(sampling)

@@ -101,7 +101,7 @@ def chunk_attention(generator: Generator) -> list[Case]:
         }
 
     plain = [case(1, 1, 1, 3, 1, 1, 8, 0), case(3, 7, 4, 5, 6, 2, 5, 1), case(2, 33, 16, 5, 4, 4, 16, 3)]
-    return [*plain, *with_sinks(generator, plain)]
+    return [*plain, *with_sinks(generator, plain), case(1, 5, 4, 4, 4, 1, 512, 0)]
 
 
 def kv_move(generator: Generator) -> list[Case]:
@@ -262,6 +262,7 @@ def rope_kv_write(generator: Generator) -> list[Case]:
         case(3, 5, 1, 9, 6, 2, 8, 8, True),
         case(2, 6, 16, 3, 3, 3, 12, 6, True),
         case(2, 3, 4, 3, 20, 4, 24, 24, False),
+        case(1, 3, 4, 3, 4, 1, 512, 512, False),
     ]
 
 
@@ -295,4 +296,4 @@ def tree_attention(generator: Generator) -> list[Case]:
         case(2, 40, 16, 9, 3, 3, 24, 2, 2),
         case(1, 9, 4, 30, 8, 2, 64, 1, 2),
     ]
-    return [*plain, *with_sinks(generator, plain)]
+    return [*plain, *with_sinks(generator, plain), case(1, 3, 4, 8, 8, 1, 512, 1, 1)]

@@ -38,8 +38,9 @@ def linear(generator: Generator) -> list[Case]:
 
 def moe_mlp(generator: Generator) -> list[Case]:
     def case(
-        tokens: int, topk: int, experts: int, hidden: int, width: int, *, only: int | None = None, gated: bool = True, clamped: bool = False
-    ) -> Case:
+        tokens: int, topk: int, experts: int, hidden: int, width: int, *, only: int | None = None, gated: bool = True,
+        clamped: bool = False, gelu: bool = False,
+    ) -> Case:  # fmt: skip
         index = torch.stack([torch.randperm(experts, generator=generator)[:topk] for _ in range(tokens)])
         if only is not None:
             index[:, 0] = only
@@ -52,6 +53,7 @@ def moe_mlp(generator: Generator) -> list[Case]:
             "gate_up_EFH": torch.randn(experts, (1 + gated) * width, hidden, generator=generator) / hidden**0.5,
             "down_EHF": torch.randn(experts, hidden, width, generator=generator) / width**0.5,
         }
+        made |= {"gelu": True} if gelu else {}
         return made | (_clamped(experts, (1 + gated) * width, hidden, generator) if clamped else {})
 
     return [
@@ -64,6 +66,8 @@ def moe_mlp(generator: Generator) -> list[Case]:
         case(17, 1, 3, 24, 40, only=2, gated=False),
         case(3, 2, 9, 33, 17, clamped=True),
         case(17, 2, 3, 24, 40, clamped=True),
+        case(3, 2, 9, 33, 17, gelu=True),
+        case(17, 2, 3, 24, 40, gelu=True),
     ]
 
 
@@ -96,12 +100,13 @@ def packed_moe_mlp(generator: Generator) -> list[Case]:
 
     def case(
         tokens: int, topk: int, experts: int, hidden: int, width: int, code: str, group: int, kind: str = "", *, gated: bool = True,
-        clamped: bool = False,
+        clamped: bool = False, gelu: bool = False,
     ) -> Case:  # fmt: skip
         index = torch.stack([torch.randperm(experts, generator=generator)[:topk] for _ in range(tokens)])
         if tokens > 2:
             index[1] = -1
         return {
+            **({"gelu": True} if gelu else {}),
             "x_TH": randn(tokens, hidden, generator=generator),
             "index_TK": index,
             "weight_TK": rand(tokens, topk, generator=generator),
@@ -120,6 +125,7 @@ def packed_moe_mlp(generator: Generator) -> list[Case]:
         case(4, 2, 6, 64, 32, "int4", 32),
         case(4, 2, 6, 64, 32, "uint4", 32, "zeros", gated=False),
         case(2, 2, 3, 33, 20, "int8", 33),
+        case(3, 2, 9, 70, 34, "e4m3", 16, gelu=True),
     ]
 
 

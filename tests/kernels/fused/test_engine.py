@@ -20,6 +20,8 @@ from graphspec.kernels.fused.launch import semaphores
 from tests.support.checkpoints import VOCAB_SIZE, build_hf, write_hf
 from tests.support.depths import Launches, ScriptedDepth
 from tests.support.engines import CHAIN, SMALL, TREE, Pair, ids, mirror_pair, prompts, random_pair
+from tests.support.gemma4 import SHAPES as SHAPES_OF_GEMMA
+from tests.support.gemma4 import build_gemma4
 from tests.support.hybrid_checkpoints import build_hybrid
 from tests.support.parallel_checkpoints import dflash_tensors, favouring_target, p_eagle_tensors, write_dflash, write_p_eagle
 from tests.support.quantised_checkpoints import quantise
@@ -63,6 +65,18 @@ def test_a_target_of_low_precision_decodes_as_one_of_its_numbers(layout: str, tm
         llm = LLM(str(folder), **{**SMALL, **FUSED, "variant": "none", "max_rows": 1, "buckets": [1]})
         found.append(ids(llm.generate([[5, 9, 3]], SamplingParams(max_tokens=3, ignore_eos=True))))
     assert found[0] == found[1] and len(found[0][0]) == 3
+
+
+@pytest.mark.parametrize("kind", SHAPES_OF_GEMMA)
+def test_heads_of_two_shapes(kind: str, tmp_path: Path) -> None:
+    """A tree over two pools; the last layer of the E model reads the second layer's keys and values."""
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    shared = {"num_kv_shared_layers": 1} if kind == "inputs" else {}
+    model = build_gemma4(kind, num_hidden_layers=3, layer_types=kinds, sliding_window=7, **shared)
+    found = random_pair(tmp_path, model)
+    prompt_ids = prompts(1, lengths=(9,), vocab=VOCAB_SIZE)
+    llm = found.llm(**FUSED, **TREE)
+    assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=4))) == [found.greedy(prompt, 4) for prompt in prompt_ids]
 
 
 SAMPLED: tuple[dict[str, Any], ...] = (

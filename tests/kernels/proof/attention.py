@@ -25,6 +25,8 @@ AOT["chunk_attention"] = (
     _chunk_attention("d256-c512", 512, heads=16, dim=256),
     _chunk_attention("gpt-oss-c512", 512, heads=64, dim=64, sink_Q=torch.float32),
     _chunk_attention("gemma-2-c512", 512, heads=16, dim=256, softcap=50.0),
+    _chunk_attention("d512-c512", 512, heads=64, dim=512),
+    _chunk_attention("f32-d512-c512", 512, heads=64, dim=512, dtype=torch.float32),
 )
 
 
@@ -101,12 +103,12 @@ AOT["page_feature_write"] = (
 )
 
 
-def _rope_kv_write(name: str, lanes: int, tokens: int, **norm: Any) -> AotCase:
-    projected = torch.empty(lanes, tokens, 48, 128, dtype=torch.bfloat16, device="meta")
-    query, key, value = projected.split((32, 8, 8), 2)
+def _rope_kv_write(name: str, lanes: int, tokens: int, groups: int = 8, dim: int = 128, **norm: Any) -> AotCase:
+    projected = torch.empty(lanes, tokens, 32 + 2 * groups, dim, dtype=torch.bfloat16, device="meta")
+    query, key, value = projected.split((32, groups, groups), 2)
     return aot_case(
         name, "rope_kv_write", {"B": lanes, "T": tokens, "P": 128}, query_BTQD=query, key_BTGD=key, value_BTGD=value,
-        rope_LD=(torch.float32, 4096, 128), kv_pool=(torch.bfloat16, 32, 2, 1025, 16, 8, 128), layer=5, **norm,
+        rope_LD=(torch.float32, 4096, dim), kv_pool=(torch.bfloat16, 32, 2, 1025, 16, groups, dim), layer=5, **norm,
     )  # fmt: skip
 
 
@@ -115,6 +117,7 @@ HEAD_NORM = (torch.bfloat16, 128)
 AOT["rope_kv_write"] = (
     _rope_kv_write("llama-8b-t8", 1, 8),
     _rope_kv_write("qwen3-8b-b8-t64", 8, 64, query_norm=HEAD_NORM, key_norm=HEAD_NORM, norm_eps=1e-6),
+    _rope_kv_write("d512-t8", 1, 8, groups=4, dim=512),
 )
 
 
@@ -140,6 +143,12 @@ AOT["tree_attention"] = (
     _tree_attention("gemma-2-t8", 1, 8, heads=16, dim=256, softcap=50.0),
     _tree_attention("f32-t8", 1, 8, dtype=torch.float32),
     _tree_attention("f32-d256-t8", 1, 8, heads=16, dim=256, dtype=torch.float32),
+    _tree_attention("d512-t8", 1, 8, heads=64, dim=512),
+    _tree_attention("d512-t65", 1, 65, heads=64, dim=512),
+    _tree_attention("f32-d512-t8", 1, 8, heads=64, dim=512, dtype=torch.float32),
 )
 
-AOT["position_attention"] = (_tree_attention("llama-8b-t8", 1, 8, numerics="batch_invariant"),)
+AOT["position_attention"] = (
+    _tree_attention("llama-8b-t8", 1, 8, numerics="batch_invariant"),
+    _tree_attention("d512-t8", 1, 8, heads=64, dim=512, numerics="batch_invariant"),
+)

@@ -75,8 +75,9 @@ _MODELS = {
     "qwen3-30b-a3b": (128, 8, 2048, 768),
     "nemotron-3-nano": (128, 6, 2688, 1856),
     "gpt-oss-120b": (128, 4, 2880, 2880),
+    "gemma-4-26b-a4b": (128, 8, 2816, 704),
 }
-"""Experts, experts per token, hidden size and width. Experts of Nemotron have no gate."""
+"""Experts, experts per token, hidden size and width. Experts of Nemotron have no gate, Gemma's GeGLU."""
 
 
 def _gpt_oss_experts(name: str, tokens: int) -> AotCase:
@@ -100,7 +101,7 @@ def _moe_mlp(name: str, tokens: int) -> AotCase:
     )
     return aot_case(
         f"{name}-t{tokens}", "moe_mlp", sizes, x_TH=torch.bfloat16, gate_up_EFH=both, down_EHF=torch.bfloat16,
-        gate_up_bias_EF=None, down_bias_EH=None,
+        gate_up_bias_EF=None, down_bias_EH=None, **({"gelu": True} if "gemma" in name else {}),
     )  # fmt: skip
 
 

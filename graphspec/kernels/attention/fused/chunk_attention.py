@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused._partials import capped, sink_weight
 from ...fused.launch import launch, register
+from ._positions import _exact_scores
 from .tree_attention import check_dtypes, score_factors
 
 
@@ -26,7 +27,7 @@ def _chunk_attention(
     query_lane, query_token, query_head, side_stride, page_stride, slot_stride, head_stride,
     table_stride, begin_lane, begin_token, slot_lane, slot_token, valid_lane, valid_token,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr, SINKS: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of a (lane, key/value head)."""
     if PDL:
@@ -63,7 +64,9 @@ def _chunk_attention(
 
     written = (row < tokens * REPEAT)[:, None] & inside[None, :]
     query_pair = query + lane * query_lane + head.to(tl.int64) * REPEAT * query_head
-    q = tl.load(query_pair + (token * query_token + row % REPEAT * query_head)[:, None] + channel[None, :], mask=written, other=0.0)
+    query_row = token * query_token + row % REPEAT * query_head
+    if not EXACT:
+        q = tl.load(query_pair + query_row[:, None] + channel[None, :], mask=written, other=0.0)
     base = keys + head.to(tl.int64) * head_stride + channel[None, :]
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
@@ -86,8 +89,13 @@ def _chunk_attention(
             page = tl.load(table + lane * table_stride + position // PAGE_SIZE, mask=seen, other=0)
             place = tl.maximum(page, 0).to(tl.int64) * page_stride + (position % PAGE_SIZE) * slot_stride
             loaded = seen[:, None] & inside[None, :]
-            k = tl.load(base + place[:, None], mask=loaded, other=0.0)
-            score = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if EXACT:
+                keys_at = keys + head.to(tl.int64) * head_stride
+                own = row < tokens * REPEAT
+                score = _exact_scores(keys_at, place, seen, query_pair, query_row, own, ROWS, BLOCK, DIM, DIM_PAD, 64)
+            else:
+                k = tl.load(base + place[:, None], mask=loaded, other=0.0)
+                score = tl.dot(q, tl.trans(k), input_precision="ieee")
             score = capped(score, scale, cap) if CAP else score * scale
             if part != 1:
                 score = tl.where(visible, score, float("-inf"))
@@ -111,7 +119,7 @@ def tile_shape(dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """``(rows, slots of a block, warps, pipeline stages)``, from head dimension and dtype only."""
     if dtype == torch.float32:
         return 16, 16, 8, 1
-    return (64, 32, 8, 2) if dim > 128 else (128, 64, 8, 2)
+    return (32 if dim > 256 else 64, 32, 8, 2) if dim > 128 else (128, 64, 8, 2)
 
 
 def chunk_attention(
@@ -143,7 +151,7 @@ def chunk_attention(
         *prefix_begin_BT.stride(), *slot_BT.stride(), *valid_BT.stride(),
         num_warps=warps, num_stages=stages,
         GROUPS=groups, REPEAT=repeat, PAGE_SIZE=page_size, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)), ROWS=rows, BLOCK=block,
-        SINKS=sink_Q is not None, CAP=softcap > 0,
+        EXACT=dim > 256 and query.dtype == torch.float32, SINKS=sink_Q is not None, CAP=softcap > 0,
     )  # fmt: skip
     return out
 

@@ -311,8 +311,8 @@ def _attend(
     pool = kv_pool[layer]
     rows, block, warps = by_slot.tile_shape(dim, query.dtype)
     # Keys and values of 128 slots of 128 channels, next to the places of a token's own ones, would spill.
-    block = min(block, MAX_CHANNELS // max(dim, 1)) if query.dtype != torch.float32 else block
-    repeat, pad, exact = heads // groups, max(16, triton.next_power_of_2(dim)), query.dtype == torch.float32
+    block = block if by_slot.by_parts(dim, query.dtype) else min(block, MAX_CHANNELS // max(dim, 1))
+    repeat, pad, exact = heads // groups, max(16, triton.next_power_of_2(dim)), by_slot.by_parts(dim, query.dtype)
     length = table.shape[1] * page_size
     words = 1 if ancestors is None else ancestors.shape[2]
     tiles, pairs, blocks = triton.cdiv(tokens * repeat, rows), lanes * groups, triton.cdiv(length, block)

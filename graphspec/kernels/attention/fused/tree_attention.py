@@ -334,15 +334,22 @@ def check_dtypes(name: str, query: Tensor, kv_pool: Tensor) -> None:
 def tile_shape(dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """``(rows, slots of a block, warps)``.
 
-    16-bit types: 64 rows, the fewest of Hopper's warp-group matrix instructions, and as many slots as registers can hold in flight.
-    float32 has no matrix instruction at full precision.
+    16-bit types: 64 rows, the fewest of Hopper's warp-group matrix instructions, and as many slots as registers can hold in flight; heads
+    above 256 have room for 16. float32 has no matrix instruction at full precision.
     """
     wide = dim > 128
     if dtype == torch.float32:
         return 16, 16 if wide else 32, 8
+    if dim > 256:
+        return 16, 32, 8
     if wide:
         return 64, 32, 8
     return 64, 128 if dim == triton.next_power_of_2(dim) else 64, 4
+
+
+def by_parts(dim: int, dtype: torch.dtype) -> bool:
+    """Rows and keys are multiplied some channels at a time: they are operands in registers, which whole ones don't fit."""
+    return dtype == torch.float32 or dim > 256
 
 
 def score_factors(scale: float, softcap: float) -> tuple[float, float]:
@@ -378,7 +385,7 @@ def tree_attention(
     rows, block, warps = tile_shape(dim, query.dtype)
     # Every further word of ancestors is held in registers; next to a larger block a second one would spill.
     block = block if ancestors.shape[2] == 1 else min(block, 32)
-    repeat, pad, exact = heads // groups, max(16, triton.next_power_of_2(dim)), query.dtype == torch.float32
+    repeat, pad, exact = heads // groups, max(16, triton.next_power_of_2(dim)), by_parts(dim, query.dtype)
     length = table_BP.shape[1] * page_size
     tiles, pairs, blocks = triton.cdiv(tokens * repeat, rows), lanes * groups, triton.cdiv(length, block)
     # Never more than run at once: a program that takes a second unit loads it while others compute, one that has to wait does not.

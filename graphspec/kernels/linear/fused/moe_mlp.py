@@ -128,7 +128,7 @@ def _gate_up(
     CODE: tl.constexpr, FLOAT8: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr, SUPER_MINIMUM: tl.constexpr,
     DIVIDES: tl.constexpr,
     SORTED: tl.constexpr, PER_EXPERT: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    BLOCK_T: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (expert, rows): the activation of gate and up, or ``relu(up) ** 2`` without a gate, for every choice of its expert."""
     dtype: tl.constexpr = x.dtype.element_ty
@@ -186,6 +186,9 @@ def _gate_up(
             gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
             up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
             active = gate / (1.0 + tl.exp(-(alpha * gate))) * (up + 1.0)
+        elif GELU:
+            # x / 2 (1 + tanh(z)) = x / (1 + exp(-2 z))
+            active = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))) * up
         elif GATED:
             active = gate / (1.0 + tl.exp(-gate)) * up
         else:
@@ -272,7 +275,7 @@ def _shape(weight: Tensor | Packed, choices: int, *, clamped: bool = False) -> d
 
 def experts_of(
     x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up: Tensor | Packed, down: Tensor | Packed,
-    gate_up_bias_EF: Tensor | None, down_bias_EH: Tensor | None, alpha: float, limit: float,
+    gate_up_bias_EF: Tensor | None, down_bias_EH: Tensor | None, alpha: float, limit: float, gelu: bool,
 ) -> Tensor:  # fmt: skip
     """Either op; weights of numbers are ``[E * rows, channels]``, too."""
     tokens, topk = index_TK.shape
@@ -306,7 +309,7 @@ def experts_of(
         _gate_up, (programs, triton.cdiv(width, up_rows)),
         x_TH, index, order, begin, held.rows, *held.fields, gate_up_bias_EF, active,
         choices, topk, experts, hidden, width, *held.columns, x_TH.stride(0), alpha, limit,
-        **held.options, ROWS=up_rows, EVEN=hidden % step == 0, GATED=gated, CLAMPED=limit > 0,
+        **held.options, ROWS=up_rows, EVEN=hidden % step == 0, GATED=gated, CLAMPED=limit > 0, GELU=gelu,
         **_shape(gate_up, choices, clamped=limit > 0), **options,
     )  # fmt: skip
     tiles, held = triton.cdiv(hidden, ROWS), stored(down)
@@ -329,9 +332,10 @@ def moe_mlp(
     down_bias_EH: Tensor | None = None,
     alpha: float = 1.0,
     limit: float = 0.0,
+    gelu: bool = False,
 ) -> Tensor:
     numbers = gate_up_EFH.flatten(0, 1), down_EHF.flatten(0, 1)
-    return experts_of(x_TH, index_TK, weight_TK, *numbers, gate_up_bias_EF, down_bias_EH, alpha, limit)
+    return experts_of(x_TH, index_TK, weight_TK, *numbers, gate_up_bias_EF, down_bias_EH, alpha, limit, gelu)
 
 
 OP = register(moe_mlp)

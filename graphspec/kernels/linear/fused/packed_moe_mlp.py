@@ -19,8 +19,9 @@ def packed_moe_mlp(
     down_bias_EH: Tensor | None = None,
     alpha: float = 1.0,
     limit: float = 0.0,
+    gelu: bool = False,
 ) -> Tensor:
-    return experts_of(x_TH, index_TK, weight_TK, gate_up, down, gate_up_bias_EF, down_bias_EH, alpha, limit)
+    return experts_of(x_TH, index_TK, weight_TK, gate_up, down, gate_up_bias_EF, down_bias_EH, alpha, limit, gelu)
 
 
 OP = register(packed_moe_mlp)
