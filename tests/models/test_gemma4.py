@@ -298,3 +298,20 @@ def test_packed_weights_have_the_output_of_their_numbers(layout: str, tmp_path: 
     for runtime in ("eager", "compiled") if layout == "pack-quantized" else ("eager",):
         llm = LLM(packed, variant="ngram", num_steps=3, topk=2, runtime=runtime, prefill_chunks=[4, 8])
         assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=12))) == wanted
+
+
+@torch.inference_mode()
+def test_experts_may_be_stored_one_by_one(tmp_path: Path) -> None:
+    """As checkpoints of low precision have them."""
+    folder = write_hf(build_gemma4("experts"), tmp_path)
+    expected = load_target(read_model_facts(folder), (), 8, torch.float32, "cpu")
+    apart = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        stem, _, part = name.rpartition(".")
+        rows = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(part) if stem.endswith(".experts") else None
+        for expert, own in enumerate(tensor if rows else ()):
+            apart |= {f"{stem}.{expert}.{row}.weight": half.clone() for row, half in zip(rows, own.chunk(len(rows)), strict=True)}
+        apart |= {} if rows else {name: tensor}
+    save_file(apart, folder / "model.safetensors")
+    found = load_target(read_model_facts(folder), (), 8, torch.float32, "cpu")
+    assert all(torch.equal(one, other) for one, other in zip(found.parameters(), expected.parameters(), strict=True))
