@@ -75,5 +75,5 @@ class Ticket:
     key: Key
     launched: float
     """Seconds of :func:`time.perf_counter`."""
-    drafts: tuple[int, ...] | None = None
-    """The most tokens that each lane can draft; None: not known before the launch."""
+    drafts: tuple[int, ...] | None
+    """The most tokens that each lane of a cycle whose depth was chosen can draft; None: not known before the launch."""

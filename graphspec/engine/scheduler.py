@@ -89,6 +89,8 @@ class Scheduler:
         self._ready: list[Request] | None = None
         """Running requests whose prompts are read; None: find them again."""
         self._tickets: deque[Ticket] = deque()
+        self._found: tuple[int, ...] | None = None
+        """What :meth:`_drafts` said of the last cycle whose depth a policy chose."""
         self.step_requests: tuple[Request, ...] = ()
         """Requests of the current step's last launch or read: an error in the step goes to these."""
         self._aborts: list[int] = []
@@ -305,12 +307,8 @@ class Scheduler:
             message.grammars = [request.grammar for request in lanes]
         if self.proposer is not None:
             message.trees = with_forced(lanes, self.proposer.propose(lanes), self.plan.shape.num_steps)
-        drafts = self._drafts(lanes, message) if self.policy is not None else None
-        key = self._next_cycle(lanes, programs, drafts)
-        if message.trees:
-            room = key.shape.num_draft_tokens - 1
-            message.trees = [(tokens[:room], parents[:room]) for tokens, parents in message.trees]
-        number = self._launch(key, message, tuple(lanes), drafts)
+        key = self._next_cycle(lanes, programs, message)
+        number = self._launch(key, message, tuple(lanes))
         for request in lanes:
             row = request.row
             row.last_ticket = number
@@ -340,8 +338,9 @@ class Scheduler:
             found.append(min(drafts, request.depth_of(maximum)))
         return tuple(found)
 
-    def _next_cycle(self, lanes: list[Request], programs: ClassPrograms, drafts: tuple[int, ...] | None) -> GraphKey:
-        """The cycle of the chosen depth, or the catch-up cycle that must come before it.
+    def _next_cycle(self, lanes: list[Request], programs: ClassPrograms, message: Message) -> GraphKey:
+        """The cycle of the chosen depth, or the catch-up cycle that must come before it. Of a tree that the host proposes, a shallow cycle
+        takes the first nodes, which are the best.
 
         Raises:
             ConfigError: the policy chose a depth for which the bucket has no cycle.
@@ -349,6 +348,7 @@ class Scheduler:
         bucket = pick_bucket(programs.buckets, len(lanes))
         key = programs.first[bucket]
         if self.policy is not None:
+            drafts = self._found = self._drafts(lanes, message)
             depth = self.policy.choose(bucket, len(lanes), None if drafts is None else max(drafts))
             if (bucket, depth) not in programs.cycles:
                 raise ConfigError(f"draft depth of {bucket} lanes", "one of " + ", ".join(map(str, self.plan.depths_of(bucket))), depth)
@@ -406,7 +406,7 @@ class Scheduler:
         last.preempted += 1
         self.waiting.add(last)
 
-    def _launch(self, key: Key, message: Message, lanes: tuple[Request, ...], drafts: tuple[int, ...] | None = None) -> int:
+    def _launch(self, key: Key, message: Message, lanes: tuple[Request, ...]) -> int:
         """The launch's number, which the caller notes in the rows."""
         if self._aborts:
             rows = {r.row.index for r in self.running}
@@ -414,7 +414,7 @@ class Scheduler:
             self._aborts = []
         self.step_requests = lanes
         number = self.launcher.launch(key, message)
-        self._tickets.append(Ticket(number, lanes, key, time.perf_counter(), drafts))
+        self._tickets.append(Ticket(number, lanes, key, time.perf_counter(), self._found))
         return number
 
     def _make_room(self) -> None:
