@@ -167,8 +167,9 @@ def write_gguf(
     tensors = load_file(source / "model.safetensors")
     tensors = _gates_apart(tensors) if arch == "gpt-oss" else stacked(tensors)
     for name, tensor in tensors.items():
-        # As converters do, without dimensions of 1.
-        stored, shape, tensor = gguf_name(name, arch, layers), tensor.shape, tensor.squeeze()
+        # As converters do, without dimensions of 1; a single number has one.
+        stored, shape = gguf_name(name, arch, layers), tensor.shape
+        tensor = tensor.squeeze() if tensor.numel() > 1 else tensor.flatten()
         part = stored.split(".")[-2]
         number = tensor.dim() == 1 or part == "ffn_gate_inp" or stored.endswith(".bias")
         kind = Type.F32 if number else kinds.get(part, default if tensor.dim() == 2 else Type.F16)
