@@ -39,7 +39,7 @@ from .errors import ConfigError
 
 WORD_BITS = 64
 MASK_BITS = 32
-"""Of the words that a grammar's masks are made of."""
+"""Bits of a word of a grammar's mask."""
 MAX_WINDOW = 128
 
 

@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 LONG_TEXT = 65536
 """Characters or token ids from which a call counts as long."""
 THREADS = 2
-"""Of each kind of work."""
+"""Threads for each kind of work."""
 
 
 class AsyncStream:

@@ -128,7 +128,7 @@ class Speller:
 
     def __init__(self, texts: Sequence[bytes]) -> None:
         self.words = -(-len(texts) // MASK_BITS)
-        """Of a mask."""
+        """Words of a mask."""
         self._token = {text: token for token, text in enumerate(texts) if 0 < len(text) <= LONGEST_TOKEN}
 
     def spell(self, text: bytes, maximum: int) -> tuple[list[int], bool]:

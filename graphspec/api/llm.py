@@ -200,7 +200,7 @@ class LLM:
                 join_ranks(network, comm)
         native = uses_packed_weights(plan)
         self.decoders: dict[str, str] = {}
-        """In words, how the decoder layers of target and draft run."""
+        """How the decoder layers of target and draft run, in words."""
         for name, network in networks.items():
             reason = pack_network(network, plan) if native else "set by kernels.mode, kernels.linear or kernels.attention"
             if not native:

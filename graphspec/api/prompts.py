@@ -40,7 +40,7 @@ def _no_tokenizer() -> Tokenizer:
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Conversation
 Encode = Callable[..., list[int]]
-"""Of a text or a conversation; of a text, with the options of :class:`TextPrompt` that are not at their defaults."""
+"""Makes token ids of a text or a conversation; of a text, with the options of :class:`TextPrompt` that are not at their defaults."""
 Param = SamplingParams | Mapping[str, Any]
 Params = Param | Sequence[Param] | None
 """Parameters of a call, one for all prompts or one for each; a mapping has fields of :class:`SamplingParams`."""

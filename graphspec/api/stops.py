@@ -66,7 +66,7 @@ class StopTexts:
 
 
 automaton = lru_cache(maxsize=4)(StopTexts)
-"""That of a tuple of stop texts: a request asks several times for its own."""
+"""The automaton of a tuple of stop texts, cached: a request asks several times for its own."""
 
 
 class OutputText:
@@ -96,7 +96,7 @@ class OutputText:
         )
         self._held = ""
         self._seen: list[bool] = []
-        """Of each character that is held, whether it is part of the text."""
+        """Whether each character that is held is part of the text."""
         self._echo = "".join(map(self._pieces.push, prompt)) if params.echo else ""
         self.count = 0
         self.stop: str | None = None

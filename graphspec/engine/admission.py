@@ -27,7 +27,7 @@ class Queue:
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
-        """In order. The scheduler checks this list before it calls :meth:`admit`: usually it is empty."""
+        """Waiting requests in order. The scheduler checks this list before it calls :meth:`admit`: usually it is empty."""
         self._arrivals: list[Request] = []
         """The same in order of arrival."""
         self._outranked = 0

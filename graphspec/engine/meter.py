@@ -50,7 +50,7 @@ class Meter:
 
     def __init__(self) -> None:
         self._sums: dict[GraphKey, list[float]] = {}
-        """Of each program: how often it ran, and seconds."""
+        """How often each program ran, and seconds."""
         self._key: Key | None = None
         self._sum: list[float] = []
         self._last = 0.0

@@ -407,7 +407,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of the prompt's tokens after the first, as far as they are known."""
+    """Log-probabilities of the prompt's tokens after the first, as far as they are known."""
     finish_reason: str | None = None
     error: str | None = None
     refusal: GraphspecError | None = None

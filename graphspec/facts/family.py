@@ -41,7 +41,7 @@ class Family:
     """Where attention and MLP have their norms: before them; after them, before their results are added (OLMo 2, arXiv 2501.00656); both
     (Gemma 2, arXiv 2408.00118)."""
     activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
-    """Of MLPs and experts: SwiGLU; GeGLU with the tanh approximation; ``down(relu(up x)^2)``, without a gate (arXiv 2109.08668)."""
+    """MLPs and experts: SwiGLU; GeGLU with the tanh approximation; ``down(relu(up x)^2)``, without a gate (arXiv 2109.08668)."""
     norm: Literal["plain", "offset", "float32"] = "plain"
     """``offset``: norm weights are stored minus 1 (Gemma). ``float32``, and with an offset: scaled before the cast back, not after it."""
     attention_sinks: bool = False
@@ -65,7 +65,7 @@ class Family:
     head_dim: int | None = None
     """Width of a head where the config doesn't say; None: ``hidden_size`` over the number of heads."""
     rope_kinds: tuple[str, ...] = ROPE_KINDS
-    """Of :data:`~graphspec.facts.rope.ROPE_KINDS`, those whose names mean the same here."""
+    """The :data:`~graphspec.facts.rope.ROPE_KINDS` whose names mean the same here."""
     partial_rotary: float | None = None
     """Rotated part of a head where the config doesn't say; None: all of it, and a config that says otherwise is refused."""
     window: Windows = no_window

@@ -20,7 +20,7 @@ from .files import plain, require_file
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_ENTRIES = 2**24
-"""Of metadata, tensors, or one array."""
+"""Maximum number of metadata keys, of tensors, and of entries in one array."""
 ARCHITECTURE, ALIGNMENT = "general.architecture", "general.alignment"
 SPLIT_COUNT = "split.count"
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")

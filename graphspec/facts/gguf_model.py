@@ -37,7 +37,7 @@ from .gguf_tokenizer import chat_templates, ends_of, read_gguf_tokenizer, specia
 WEIGHTS = "model.gguf"
 """Name of the first file in the folder; the others of a split model are next to it."""
 LAYOUT = 5
-"""Of the folder; counts up when something else is written into it."""
+"""Version of the folder; it counts up when something else is written into it."""
 
 
 NEUTRAL: dict[str, tuple[float, ...]] = {

@@ -13,7 +13,7 @@ _MODEL, _TOKENS, _TYPES, _MERGES, _SCORES, _PRE = (
     f"tokenizer.ggml.{name}" for name in ("model", "tokens", "token_type", "merges", "scores", "pre")
 )
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
-"""Of :data:`_TYPES`."""
+"""Token types that :data:`_TYPES` has."""
 _ENDS = ("eos", "eot", "eom")
 _TEMPLATE = "tokenizer.chat_template"
 

@@ -75,12 +75,12 @@ class ModelFacts:
     sliding_window: tuple[int | None, ...]
     """Per layer: a query at p sees positions > p - window; None: all."""
     rope: RopeFacts
-    """Of all layers, or of those that ``layer_rope`` doesn't tell apart."""
+    """The rotation of all layers, or of those without an entry in ``layer_rope``."""
     bos_token_id: int | None
     """This and the next of a target only."""
     eos_token_ids: tuple[int, ...]
     dtype: str
-    """Of the stored weights, as the config states it; float32 where it doesn't."""
+    """Dtype of the stored weights, as the config states it; float32 where it doesn't."""
     family: Family = LLAMA
     latent: LatentFacts | None = None
     """Multi-head latent attention in every layer."""
@@ -104,7 +104,7 @@ class ModelFacts:
     sharding: Sharding = UNSHARDED
     """Heads and widths are those of one rank; vocabulary and hidden size are the whole model's."""
     vocabulary: Sharding = UNSHARDED
-    """Of embedding and language-model head."""
+    """How embedding and language-model head are sharded."""
     stored_vocab_size: int | None = None
     """Rows of embedding and language-model head in the file, of which the first ``vocab_size`` are read; None: that many."""
 

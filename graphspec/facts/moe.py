@@ -45,7 +45,7 @@ class ExpertFacts:
     """Router and experts have biases."""
     alpha: float = 1.0
     limit: float = 0.0
-    """Of clamped SwiGLU, see :func:`graphspec.kernels.linear.moe_mlp.moe_mlp`; a limit of 0: not clamped."""
+    """Parameters of clamped SwiGLU, see :func:`graphspec.kernels.linear.moe_mlp.moe_mlp`; a limit of 0: not clamped."""
 
 
 def _read_count(keys: Keys, name: str, num_layers: int) -> int:

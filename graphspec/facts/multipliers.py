@@ -14,11 +14,11 @@ class Multipliers:
 
     embedding: float = 1.0
     residual: float = 1.0
-    """Of what a block adds to the residual stream."""
+    """Factor of what a block adds to the residual stream."""
     attention: float | None = None
-    """Of scores, in place of one over the root of the head's width."""
+    """Factor of scores, in place of one over the root of the head's width."""
     embedding_rounded: bool = False
-    """That of the embedding is rounded to the dtype of the model (Gemma)."""
+    """The embedding's factor is rounded to the dtype of the model (Gemma)."""
     logits: float = 1.0
     """Divides them."""
     score_softcap: float = 0.0
@@ -26,13 +26,13 @@ class Multipliers:
     softcap: float | None = None
     """Logits are bounded by ``cap * tanh(logits / cap)`` (Gemma 2, arXiv 2408.00118, section 2); None: they are not."""
     scores: float = 1.0
-    """Of scores, beyond that of ``attention``."""
+    """Factor of scores, in addition to ``attention``."""
     attention_output: float = 1.0
     ssm: tuple[float, ...] = (1.0,) * 5
-    """Of what the input projection of Mamba-2 leaves: output gate, x, B, C, steps."""
+    """Factors of what the input projection of Mamba-2 gives: output gate, x, B, C, steps."""
     ssm_output: float = 1.0
     mlp: tuple[float, ...] = (1.0,) * 2
-    """Of the gate before its activation, and of what the MLP leaves."""
+    """Factors of the gate before its activation, and of what the MLP gives."""
 
 
 NO_MULTIPLIERS = Multipliers()
@@ -69,7 +69,7 @@ def read_gemma_multipliers(keys: Keys) -> Multipliers:
 
 
 def read_gemma4_multipliers(keys: Keys) -> Multipliers:
-    """As Gemma's, with scores as they are: queries and keys are normed.
+    """Gemma's, without a factor of scores: queries and keys are normed.
 
     Raises:
         CheckpointError: a value that is no positive number.

@@ -25,9 +25,9 @@ FORMATS = (
     "float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized",
     "mixed-precision", "dense",
 )  # fmt: skip
-"""Of compressed-tensors."""
+"""Formats of compressed-tensors."""
 ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4")
-"""Of ModelOpt."""
+"""Algorithms of ModelOpt."""
 WORDS = ("qweight", "weight_packed")
 """What a layer has in place of ``weight`` where several codes are one number of a file."""
 SIDECAR = "hf_quant_config.json"

@@ -20,7 +20,7 @@ class StateSlot:
 
     kind: Literal["matrix", "convolution", "inputs", "gates"]
     shape: tuple[int, ...]
-    """Of one row, or one node, in one layer."""
+    """Shape for one row, or one node, in one layer."""
     float32: bool
     """Whatever the dtype of the model."""
 
@@ -35,7 +35,7 @@ class SsmFacts:
 
     conv_bias: bool
     projection_bias: bool
-    """Of both projections."""
+    """Whether both projections have biases."""
     norm: bool = True
     """A norm over groups of channels follows the output gate."""
 
@@ -54,7 +54,7 @@ class RecurrentFacts:
     value_heads: int
     """A multiple of ``key_heads``: queries and keys of one head serve consecutive value heads."""
     key_dim: int
-    """Of Mamba-2 the size of the state."""
+    """Width of a key; for Mamba-2 the size of the state."""
     value_dim: int
     taps: int
     """Tokens that the convolution reads, the current one included."""

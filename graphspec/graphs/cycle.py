@@ -96,7 +96,7 @@ class Cycle:
         make = capturer or (Capturer if plan.runtime.captured else None)
         self._capturer = make(self.arena) if make is not None else None
         self.compilations = Compilations()
-        """Of this cycle's programs; constant after :meth:`prepare`."""
+        """This cycle's programs; constant after :meth:`prepare`."""
         self._records: dict[Key, CaptureRecord] = {}
         self._tuner, self._loop_threads = tuner, loop_threads
         step = kernels.host_step()

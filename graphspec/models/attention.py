@@ -198,7 +198,7 @@ class TreeAttention(PagedAttention):
     """The same attention over latent rows by a kernel with a host step, where there is one."""
     recurrence: Recurrence | None = None
     further_pools: tuple[Tensor, ...] = ()
-    """Of the network's layers whose heads have another shape."""
+    """Pools of the network's layers whose heads have another shape."""
 
     def over(self, pool: int) -> TreeAttention:
         return TreeAttention(
@@ -246,7 +246,7 @@ class ChunkAttention(PagedAttention):
     """The same attention by kernels with a host step, by the sliding window of a layer."""
     recurrence: Recurrence | None = None
     further_pools: tuple[Tensor, ...] = ()
-    """As of :class:`TreeAttention`."""
+    """See :class:`TreeAttention`."""
 
     def over(self, pool: int) -> ChunkAttention:
         return ChunkAttention(

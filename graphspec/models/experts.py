@@ -52,7 +52,7 @@ class MixtureOfExperts(KernelModule, ShardedModule):
         self.width, self.gated = width, entering == 2 * width
         self.gelu = facts.family.activation == "gelu_tanh"
         self.stored: dict[str, torch.dtype | None] = {}
-        """Of the experts' weights, as of :class:`Linear`."""
+        """Dtypes of the experts' stored weights, as in :class:`Linear`."""
         self.native_gate_up: Tensor | None
         self.native_down: Tensor | None
         for name in ("native_gate_up", "native_down"):

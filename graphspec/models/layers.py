@@ -48,7 +48,7 @@ class ParameterShards:
     """How a rank's parameter is cut from the stored tensors: along one dimension, a shard of each projection that is fused there."""
 
     dim: int
-    """Of a stored tensor. Negative for experts, each of which may be a tensor, or one of them in a tensor of all."""
+    """Dimension of a stored tensor. Negative for experts, each of which may be a tensor, or one of them in a tensor of all."""
     shards: tuple[Shard, ...]
 
 

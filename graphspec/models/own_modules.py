@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .recurrence import Convolution
 
 NAME = "graphspec_paged"
-"""Of our attention among those of transformers."""
+"""Name of our attention in transformers' table."""
 _TRIAL_TOKENS = 3
 _READ = frozenset(("dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal"))
 _HARMLESS = frozenset(("position_ids", "position_embeddings", "use_cache", "cache_position", "past_key_values", "return_dict"))

@@ -33,7 +33,7 @@ class VocabParallelEmbedding(Embedding, ShardedModule):
         self.shards = {"weight": ParameterShards(0, (shard,))}
 
     def forward(self, token_BT: Tensor, valid_BT: Tensor) -> Tensor:
-        """As of :class:`Embedding`. At most one rank adds anything but zeros, so the sum is exact."""
+        """See :class:`Embedding`. At most one rank adds anything but zeros, so the sum is exact."""
         return self.comm.all_reduce(super().forward(token_BT - self.begin, valid_BT))
 
 

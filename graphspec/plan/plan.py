@@ -105,7 +105,7 @@ class Plan:
     accept: AcceptPlan
     device: str
     dtype: str
-    """Of activations and kernels; see :class:`.dtypes.Dtypes`."""
+    """Dtype of activations and kernels; see :class:`.dtypes.Dtypes`."""
     weight_dtype: str
     kv_dtype: str
     kernels: str

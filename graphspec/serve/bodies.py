@@ -18,7 +18,7 @@ from .limits import ClientGone
 MAX_VALUES = 2**19
 """Values of a body, where the context does not need more."""
 NESTED_SHARE = 16
-"""Of this many values one may be a list or an object."""
+"""One of this many values may be a list or an object."""
 LARGE_BODY = 2**18
 """Bytes from which a body is parsed by a thread of its own."""
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")

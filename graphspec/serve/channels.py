@@ -53,7 +53,7 @@ class ChannelReader:
         self._tail = ""
         """The end of the text, which may be the beginning of a mark."""
         self._header: list[str] | None = None
-        """Of the message that has begun, up to its text; None: its text is read."""
+        """Header of the message that has begun; None: its text is being read."""
         self._channel, self._function = "", ""
         self._held: list[str] = []
         """The text of a call so far."""

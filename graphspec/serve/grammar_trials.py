@@ -31,7 +31,7 @@ from .limits import RETRY_SECONDS
 AT_ONCE = 2
 """Grammars that are tried at the same time; others wait, and their time has not begun."""
 MAX_STEPS = 1_000_000
-"""Of :func:`~graphspec.text.schema_size.compile_steps`: several times what any time limit in use allows."""
+"""Maximum of :func:`~graphspec.text.schema_size.compile_steps`: several times what any time limit in use allows."""
 REMEMBERED = 1024
 """Grammars that are known to pass."""
 

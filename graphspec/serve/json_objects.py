@@ -28,7 +28,7 @@ class ObjectScanner:
     def __init__(self) -> None:
         self._expects = "object"
         self._closers: list[str] = []
-        """Of the objects and arrays that are open, the innermost last."""
+        """The objects and arrays that are open, the innermost last."""
         self._after_string = ""
         self._hex = 0
         self._bare = ""

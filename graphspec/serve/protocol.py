@@ -87,7 +87,7 @@ class Fields(BaseModel):
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
     prefix: ClassVar[str] = ""
-    """In front of the names of its fields in errors."""
+    """Prefix of its fields' names in errors."""
 
     @model_validator(mode="before")
     @classmethod

@@ -138,7 +138,7 @@ class CallReader:
         self._mark = ""
         """The end of the text, which may be the beginning of a mark."""
         self._scanner: ObjectScanner | None = None
-        """Of the object after a begin mark; None: the text is outside of one."""
+        """Reader of the object after a begin mark; None: the text is outside of one."""
         self._held: list[str] = []
         """Text since that mark, or the white space after a call."""
         self._after = False

@@ -416,7 +416,7 @@ class _Lists:
         self._shown = len(self._text().rstrip(UNKNOWN))
         """Characters of their text that were returned."""
         self._read = len(before)
-        """Of the tokens, those that had been read when that was."""
+        """How many of the tokens had been read then."""
 
     @property
     def empty(self) -> bool:

@@ -26,7 +26,7 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SHARED_GATE = "mlp.shared_expert_gate.weight"
 """A matrix of one row, which files may have as a vector."""
 _CONVOLUTION, _DECAY = "linear_attn.conv1d.weight", "linear_attn.A_log"
-"""Of gated delta nets: kernels, which files have without a dimension of 1, and decays, which they have as ``-exp``."""
+"""Tensors of gated delta nets: kernels, which files have without a dimension of 1, and decays, which they have as ``-exp``."""
 _BLOCK = {name: (channels, size) for name, channels, size in BLOCKS.values()}
 
 

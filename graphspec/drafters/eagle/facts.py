@@ -22,7 +22,7 @@ class EagleFacts(DraftFacts):
     layout: str = "safeailab"
     """The checkpoint's tensor names and config keys: safeailab, speculators-old or modelopt."""
     fc_bias: bool | None = None
-    """As stated in the config, None if it isn't; the tensors decide."""
+    """What the config states, None if it states nothing; the tensors decide."""
     layernorms: bool | None = None
     """Likewise: norms after the embedding, before the attention and before the head (HASS)."""
 

@@ -72,7 +72,7 @@ class GrammarMasks(HostStage):
     def __init__(self, build: Build, tree: TreeToHost | None) -> None:
         super().__init__(build)
         self._tree = [tree]
-        """In a list, so that it counts as a stage of its own and not as a part of this one."""
+        """The stage in a list, so that it counts as a stage of its own and not as a part of this one."""
 
     def forward(self, v: Views) -> None:
         v.token_mask_BNVw.fill_(-1)

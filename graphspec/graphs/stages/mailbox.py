@@ -67,7 +67,7 @@ class SharedPages:
     row: int
     pages: Sequence[int]
     tokens: Sequence[int]
-    """That lie in them, for rows that keep their tokens."""
+    """Tokens in these pages, for rows that keep their tokens."""
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class Message:
     pages: list[tuple[int, int, int]] = field(default_factory=list)
     """``(row, column, page)``"""
     joins: Sequence[Join] = ()
-    """Of prompts whose first chunks these are."""
+    """Parameters of the prompts whose first chunks these are."""
     chunks: Sequence[Chunk] = ()
     """One per lane of a prefill launch."""
     shared: Sequence[SharedPages] = ()

@@ -39,7 +39,7 @@ def bits(value: float) -> int:
 
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of pools, whose numbers are widened to float32 as they are read."""
+"""Dtypes of KV pools, whose numbers are widened to float32 as they are read."""
 MAX_DIMS = 6
 
 

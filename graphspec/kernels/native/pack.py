@@ -21,7 +21,7 @@ CODE = {
 NONE, ZERO, MINIMUM, MINIMUM_APART = range(4)
 """``Offset`` in C++."""
 ALIGNMENT = 64
-"""Of tensors that C++ streams, in bytes."""
+"""Alignment of tensors that C++ streams, in bytes."""
 E4M3_FACTOR = 256.0
 """By which C++ reads codes of this kind too small."""
 

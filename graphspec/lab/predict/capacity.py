@@ -218,7 +218,7 @@ def packs_weights(config: Config, device: str, dtype: str) -> bool:
 
 
 def kv_dtype_of(config: Config, device: str, dtype: str) -> str:
-    """Of the engine's KV pools."""
+    """Dtype of the engine's KV pools."""
     mode = config.kernels.mode if config.kernels.mode != "auto" else resolve_runtime(config.runtime.name, device).kernels
     return resolve_dtypes(dtype, config.runtime.kv_dtype, dtype, device, mode).kv
 

@@ -21,7 +21,7 @@ from .linear import MATMUL, Products, fused_linear, linear, linear_summed, store
 from .linear_choice import LinearTable
 
 TILE_OUTPUTS, TILE_INPUTS = 32, 128
-"""Of a program that dequantises."""
+"""Tile of a program that dequantises."""
 
 
 packed_linear, packed_linear_summed = linear, linear_summed
