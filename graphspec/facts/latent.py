@@ -26,8 +26,8 @@ class LatentFacts:
     scale: float
     """Multiplies the scores."""
     norm_eps: float = 1e-6
-    """Epsilon of the norms of compressed queries, keys and values. DeepSeek's code takes no other, whatever ``rms_norm_eps`` says; heads take
-    their own."""
+    """Epsilon of the norms of compressed queries, keys and values. DeepSeek's code takes no other, whatever ``rms_norm_eps`` says; heads
+    take their own."""
 
     @property
     def row_dim(self) -> int:
