@@ -182,7 +182,8 @@ class Engine:
         """Use ``policy`` to choose the draft depth from the next cycle on."""
 
         def take() -> None:
-            self.policy = self.scheduler.policy = policy
+            self.policy = policy
+            self.scheduler.use_policy(policy)
 
         self.between_steps(take)
 
@@ -295,7 +296,8 @@ class Engine:
                 raise ResourceError("engine", "no other open call during an exclusive one", f"{len(live)} requests of other calls")
             self._finish_launches()
             self._exclusive = call
-            self.scheduler.launcher, self.scheduler.policy = call.exclusive.launcher or self.cycle, call.exclusive.policy or self.policy
+            self.scheduler.launcher = call.exclusive.launcher or self.cycle
+            self.scheduler.use_policy(call.exclusive.policy or self.policy)
         built = len(self.cycle.programs)
         if self._sealed is None:
             self._prepare_for(call)
@@ -393,7 +395,8 @@ class Engine:
     def _end_exclusive(self) -> None:
         """After an exclusive call: restore launcher and policy, and start the deferred calls."""
         self._finish_launches()
-        self.scheduler.launcher, self.scheduler.policy, self._exclusive = self.cycle, self.policy, None
+        self.scheduler.launcher, self._exclusive = self.cycle, None
+        self.scheduler.use_policy(self.policy)
         while self._deferred and self._exclusive is None:
             self._start_call(self._deferred.pop(0))
 

@@ -96,6 +96,10 @@ class Scheduler:
         self._aborts: list[int] = []
         self._updated: dict[Request, None] = {}
 
+    def use_policy(self, policy: DepthPolicy | None) -> None:
+        """Choose depths by ``policy`` from the next cycle on; what is unread keeps what was found for it."""
+        self.policy, self._found = policy, None
+
     def add_programs(self, sampling: SamplingClass, buckets: tuple[int, ...], prefills: tuple[PrefillKey, ...] | None = None) -> None:
         """Use programs of this class from now on: cycles of these buckets, and these prefill programs (default: all of the plan's)."""
         self._prepared.add(ClassPrograms.of(self.plan, sampling, buckets, prefills))

@@ -127,7 +127,7 @@ def read_olmoe_experts(keys: Keys, num_layers: int) -> ExpertFacts:
 
 
 def read_ernie_experts(keys: Keys, num_layers: int) -> ExpertFacts:
-    """Ernie 4.5: softmax and correction, weights that sum to 1, shared experts; mixtures in every so many layers between two.
+    """Ernie 4.5: softmax and correction, weights that sum to 1, shared experts; mixtures in every ``moe_layer_interval``-th layer.
 
     Raises:
         CheckpointError: a key that is missing, wrong or not supported.

@@ -104,6 +104,18 @@ def test_cycles_in_flight_hide_what_there_is_to_draft(family: Family) -> None:
     assert output.timing is not None and set(output.timing.cycle_depths) == {DEPTH}
 
 
+def test_a_policy_that_comes_later_meets_no_older_count(family: Family) -> None:
+    """Lanes come and go while no policy asks: what an earlier one was told is of other lanes."""
+    llm = family.llm("ngram", **CHAIN, depths=DEPTHS, max_rows=3, buckets=[1, 3])
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    expected = ids(llm.generate(repeating(3), params))
+    for policy in (Deepest(), None, Deepest()):
+        llm.depth_policy = policy
+        llm.draft_tree(repeating(2)[0])
+        assert llm._engine.scheduler._found is None
+        assert ids(llm.generate(repeating(3)[: 1 if policy is None else 3], params)) == expected[: 1 if policy is None else 3]
+
+
 def test_a_request_that_drafts_less_gets_shallower_cycles(family: Family) -> None:
     llm = family.llm("ngram", **CHAIN, depths=DEPTHS, max_rows=1, buckets=[1])
     llm.depth_policy = Deepest()
