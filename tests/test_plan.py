@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphspec.api.arguments import engine_config
+from graphspec.api.overrides import engine_config
 from graphspec.config.catalog import resolve_variant
 from graphspec.config.schema import Config, KernelsConfig, ModelConfig, VariantConfig
 from graphspec.errors import ConfigError

@@ -90,7 +90,7 @@ def stages(build: Build) -> list[Stage]:
     import torch
     from torch.nn import functional as F
 
-    from graphspec.drafters.heads.marginals import MarginalStage
+    from graphspec.drafters.heads.beams import MarginalStage
     from graphspec.kernels.tree.tree_build import causal_words
     from graphspec.plan.buffers import Views
 

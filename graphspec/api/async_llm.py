@@ -15,13 +15,12 @@ from ..config.checks import typed
 from ..engine.request import SamplingParams
 from ..errors import RequestError, ResourceError
 from ..shapes import GREEDY
-from ..text.tokenizer import Conversation, conversations
-from .arguments import CacheSalt, Deadline, Priority
+from ..text.conversation import Conversation, conversations
 from .events import Stream
 from .llm import LLM
 from .outputs import Output, RequestOutput, StreamEvent, cumulative
 from .overrides import Arguments
-from .prompts import Params, Prompt, one_of_params
+from .prompts import CacheSalt, Deadline, Params, Priority, Prompt, one_of_params
 from .workers import Workers
 
 Result = TypeVar("Result")

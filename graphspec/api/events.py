@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from ..engine.driver import Handle
 from ..engine.request import Request
-from .outputs import StreamEvent
-from .stops import OutputText
+from .outputs import OutputText, StreamEvent
 
 
 @dataclass(slots=True)

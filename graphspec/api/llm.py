@@ -22,9 +22,9 @@ from ..engine.driver import Exclusive
 from ..engine.engine import Engine
 from ..engine.kernel_choice import choose_kernels, load_native
 from ..engine.launcher import Launcher
+from ..engine.meter import AcceptanceTest
 from ..engine.proposer import Proposer
 from ..engine.request import Request, SamplingParams
-from ..engine.self_test import AcceptanceTest
 from ..engine.tuning import tune_program
 from ..errors import ConfigError
 from ..facts import check_tokenizer, read_sampling_defaults
@@ -42,24 +42,27 @@ from ..models.token_map import apply_token_map, load_token_map
 from ..plan.buffers import DTYPES
 from ..plan.plan import Plan, make_plan
 from ..shapes import GREEDY, NEUTRAL, SamplingClass
+from ..text.conversation import Conversation, conversations
 from ..text.ends import find_ends
-from ..text.tokenizer import Conversation, Tokenizer, conversations, has_tokenizer
-from .arguments import (
+from ..text.tokenizer import Tokenizer
+from ..text.tokenizer_files import has_tokenizer
+from .events import Stream
+from .grammar import Grammars
+from .outputs import Metrics, Output, OutputText, StreamEvent, TreeSnapshot, make_output, summarise
+from .overrides import Overrides, engine_config
+from .prompts import (
     CacheSalt,
     Deadline,
+    Params,
     Priority,
+    Prompt,
     check_cycles,
     check_progress,
     check_warm_up,
-    engine_config,
+    make_requests,
+    one_of_params,
     set_call_options,
 )
-from .events import Stream
-from .grammar import Grammars
-from .outputs import Metrics, Output, StreamEvent, TreeSnapshot, make_output, summarise
-from .overrides import Overrides
-from .prompts import Params, Prompt, make_requests, one_of_params
-from .stops import OutputText
 
 logger = logging.getLogger(__name__)
 

@@ -1,11 +1,17 @@
-"""Names and types of the keyword arguments of ``LLM``, for type checkers and editors; the configuration decides what they mean."""
+"""The keyword arguments of ``LLM``: names and types for type checkers and editors, and the configuration that they make."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
-from ..config.schema import Config, NgramSettings
+from ..config.checks import brief, typed
+from ..config.hints import hint_for
+from ..config.schema import Config, ModelConfig, NgramSettings, RuntimeConfig, VariantConfig
+from ..engine.request import SamplingParams
+from ..errors import ConfigError
 from ..host.progress import Progress
 
 
@@ -97,3 +103,41 @@ class Arguments(Overrides, total=False):
     runtime: str
     config: Config | None
     progress: Progress | bool | None
+
+
+DEFAULTS = {"model": "demo", "variant": "eagle3", "draft": None, "runtime": "auto"}
+"""Arguments of ``LLM`` that a whole configuration replaces."""
+
+
+def engine_config(config: object, overrides: Mapping[str, object], **named: Any) -> Config:
+    """The configuration that ``LLM(...)`` asks for.
+
+    Args:
+        config: a whole one, or None.
+        overrides: other keys by their bare names.
+        named: ``model``, ``variant``, ``draft`` and ``runtime``.
+
+    Raises:
+        ConfigError: a value of the wrong type, a key that does not exist, or another argument next to a whole configuration.
+    """
+    if config is None:
+        config = Config(
+            variant=VariantConfig(name=named["variant"], draft=named["draft"]),
+            model=ModelConfig(path=named["model"]),
+            runtime=RuntimeConfig(name=named["runtime"]),
+        )
+    elif not isinstance(config, Config):
+        raise ConfigError("config", "a graphspec.Config, as graphspec.load_config gives one", typed(config))
+    else:
+        for name, value in named.items():
+            if type(value) is not type(DEFAULTS[name]) or value != DEFAULTS[name]:
+                raise ConfigError(name, "nothing next to config=, which says it", typed(value))
+    groups = {group.name: getattr(config, group.name) for group in fields(Config) if group.name != "sampling"}
+    owners = {field.name: group for group, node in groups.items() for field in fields(node) if field.name != "name"}
+    changes: dict[str, dict[str, Any]] = {}
+    for name, value in overrides.items():
+        if name not in owners:
+            hint = hint_for(name, {*owners, *DEFAULTS}, [field.name for field in fields(SamplingParams)])
+            raise ConfigError(name, "a configuration key", f"{name}={brief(value)}", hint)
+        changes.setdefault(owners[name], {})[name] = value
+    return replace(config, **{group: replace(groups[group], **values) for group, values in changes.items()})

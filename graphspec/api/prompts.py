@@ -1,4 +1,4 @@
-"""Turns the arguments of a call into requests: prompts in every accepted form, and one ``SamplingParams`` for each."""
+"""Turns the arguments of a call into requests: prompts in every accepted form, one ``SamplingParams`` for each, and their checks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import replace
 from numbers import Number
 from typing import Any, NotRequired, TypedDict
 
-from ..config.checks import brief, integers, is_array, typed
+from ..config.checks import brief, check_text, in_range, integers, is_array, real, typed, whole
 from ..engine.request import Request, ResolvedParams, SamplingParams, check_names
 from ..errors import CheckpointError, GraphspecError, RequestError
 from ..plan.plan import Plan
+from ..shapes import SamplingClass
 from ..text.bounds import check_fits
-from ..text.tokenizer import Conversation, Tokenizer
+from ..text.conversation import Conversation
+from ..text.tokenizer import Tokenizer
 from .grammar import Grammars
-from .request_checks import check_bans, check_params, check_prompt, encode_bad_words
-from .stops import NothingNew, OutputText, StopCheck
+from .outputs import NothingNew, OutputText, StopCheck
 
 
 class TextPrompt(TypedDict):
@@ -87,7 +88,7 @@ def split_prompts(prompts: object) -> tuple[bool, list[object]]:
 
 
 def read_prompt(prompt: object, encode: Encode) -> list[int]:
-    """Token ids of one prompt; whether the vocabulary has them is :func:`~graphspec.api.request_checks.check_prompt`'s question.
+    """Token ids of one prompt; whether the vocabulary has them is :func:`~graphspec.api.prompts.check_prompt`'s question.
 
     Args:
         prompt: in one of the spellings.
@@ -297,3 +298,171 @@ def _another(first: Request, params: ResolvedParams, sample: int) -> Request:
     another.priority, another.deadline = first.priority, first.deadline
     another.finish_reason, another.error = first.finish_reason, first.error
     return another
+
+
+def check_progress(progress: object, error: type[GraphspecError] = RequestError) -> None:
+    """Check a progress callback.
+
+    Raises:
+        GraphspecError: of class ``error``: neither None, a bool nor callable.
+    """
+    if progress is not None and not isinstance(progress, bool) and not callable(progress):
+        raise error("progress", "a function, False for no progress, or None", typed(progress))
+
+
+def check_warm_up(requests: object, sampling: object, plan: Plan) -> int:
+    """Check what an engine is to be warmed up for; returns the number of requests.
+
+    Raises:
+        RequestError: no number of requests, or no class that a request of this engine can have.
+    """
+    count = whole("requests", requests, RequestError)
+    in_range("requests", count, 1, error=RequestError)
+    if not isinstance(sampling, SamplingClass):
+        raise RequestError("sampling", "a SamplingClass", typed(sampling))
+    in_range("sampling.logprobs", whole("sampling.logprobs", sampling.logprobs, RequestError), -1, plan.max_logprobs, error=RequestError)
+    return count
+
+
+def check_cycles(cycles: object, plan: Plan) -> int:
+    """Check how many cycles a request is to run; every one commits a token, so the context bounds them.
+
+    Raises:
+        RequestError: no integer, below 1, or more than the context holds.
+    """
+    count = whole("cycles", cycles, RequestError)
+    in_range("cycles", count, 1, max(1, plan.max_context - 2), error=RequestError)
+    return count
+
+
+Priority = int | Sequence[int]
+"""Requests with a lower value get a row earlier and are preempted later when pages run out; among equals the earlier arrival goes first."""
+Deadline = float | Sequence[float | None] | None
+"""Seconds after its arrival at which a request ends with the tokens it has, ``finish_reason="deadline"``; None: never."""
+
+CacheSalt = str | Sequence[str | None] | None
+"""Requests share pages of common beginnings only with requests of the same salt. A salt that others don't know keeps them from finding
+out, by the time to the first token, which prompts were served before. None: shared with all others without one."""
+
+
+def set_call_options(requests: Sequence[Request], priority: object, deadline: object, cache_salt: object = None) -> None:
+    """Check the arguments and store them in a call's requests.
+
+    Raises:
+        RequestError: a value of another type or out of range, or not one for each prompt.
+    """
+    count = max((request.index for request in requests), default=-1) + 1
+    priorities, deadlines = _each("priority", priority, count), _each("deadline", deadline, count)
+    salts = _each("cache_salt", cache_salt, count)
+    for request in requests:
+        its_priority, its_deadline, its_salt = priorities[request.index], deadlines[request.index], salts[request.index]
+        request.priority = whole("priority", its_priority, RequestError)
+        if its_deadline is not None:
+            request.deadline = real("deadline", its_deadline, RequestError)
+            in_range("deadline", request.deadline, 0, error=RequestError)
+        if its_salt is not None:
+            request.cache_salt = check_text("cache_salt", its_salt)
+            if not its_salt:
+                raise RequestError("cache_salt", "a text of at least one character", "''")
+
+
+def _each(key: str, value: object, count: int) -> list[object]:
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(key, f"one value, or one for each of the {count} prompts", typed(value))
+    return list(value)
+
+
+def check_params(params: SamplingParams, plan: Plan, eos_ids: Sequence[int]) -> tuple[int, ...]:
+    """Check ``params`` against the plan; returns the ids that stop the request.
+
+    Raises:
+        RequestError: names the field.
+    """
+    vocab = plan.target.vocab_size
+    stops = tuple(dict.fromkeys([*params.stop_token_ids, *([] if params.ignore_eos else eos_ids)]))
+    for stop in stops:
+        if not 0 <= stop < vocab:
+            raise RequestError("sampling.stop_token_ids", f"ids from 0 to {vocab - 1}", stop)
+    if len(stops) > plan.max_stop_ids:
+        raise RequestError(
+            "sampling.stop_token_ids", f"at most runtime.max_stop_ids = {plan.max_stop_ids}, end-of-text ids included", len(stops)
+        )
+    bias = params.logit_bias or {}
+    if len(bias) > plan.max_logit_bias:
+        raise RequestError("sampling.logit_bias", f"at most runtime.max_logit_bias = {plan.max_logit_bias} tokens", len(bias))
+    for token in bias:
+        if token >= vocab:
+            raise RequestError("sampling.logit_bias", f"token ids from 0 to {vocab - 1}", token)
+    for name in ("logprobs", "prompt_logprobs"):
+        if (count := getattr(params, name)) is not None and count > plan.max_logprobs:
+            raise RequestError(f"sampling.{name}", f"None, or 0 to runtime.max_logprobs = {plan.max_logprobs}", count)
+    if params.num_steps is not None and params.num_steps > plan.shape.num_steps:
+        raise RequestError("sampling.num_steps", f"None, or 0 to variant.num_steps = {plan.shape.num_steps}", params.num_steps)
+    allowed = set(params.allowed_token_ids or ())
+    if allowed and max(allowed) >= vocab:
+        raise RequestError("sampling.allowed_token_ids", f"token ids from 0 to {vocab - 1}", max(allowed))
+    if allowed and params.min_tokens and allowed.issubset(stops):
+        raise RequestError("sampling.allowed_token_ids", "a token that ends nothing, for min_tokens of them", sorted(allowed))
+    # A synthetic run ends at its budget: its tokens are meaningless, stop ids included.
+    return () if plan.accept.synthetic else stops
+
+
+def check_prompt(prompt: Sequence[int], plan: Plan) -> None:
+    """Check a tokenised prompt.
+
+    Raises:
+        RequestError: empty, too long for the context or the page pool, or with an id outside the vocabulary.
+    """
+    if not prompt:
+        raise RequestError("prompt", "at least one token", "an empty prompt")
+    if len(prompt) >= plan.max_context:
+        raise RequestError(
+            "prompt", f"at most {plan.max_context - 1} tokens (max_context {plan.max_context}, one of them new)", f"{len(prompt)} tokens"
+        )
+    for position, token in enumerate(prompt):
+        if not 0 <= token < plan.target.vocab_size:
+            raise RequestError(f"prompt[{position}]", f"a token id from 0 to {plan.target.vocab_size - 1}", brief(token))
+    needed, available = plan.pages_for(len(prompt) + plan.tokens_in_flight), plan.num_pages - 1
+    if needed > available:
+        raise RequestError(
+            "runtime.num_pages",
+            f"{needed} pages of {plan.page_size} for a prompt of {len(prompt)} tokens and the window after it",
+            available,
+        )
+
+
+def encode_bad_words(params: SamplingParams, plan: Plan, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of a request's bad words: of each word as it stands, and with a space in front of it.
+
+    Source: ``SamplingParams.update_from_tokenizer`` of vLLM, which takes the second only if it has as many tokens as the first.
+
+    Raises:
+        RequestError: a word of too many tokens, or too many sequences.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for place, word in enumerate(params.bad_words or ()):
+        plain, spaced = (tuple(tokenizer.inside(space + word.lstrip())) for space in ("", " "))
+        # Where the space is a token of its own, the rest is the word as it stands.
+        for tokens in (plain,) if spaced[-len(plain) :] == plain else (plain, spaced):
+            if not 1 <= len(tokens) <= plan.max_bad_word_tokens:
+                maximum = f"a word of 1 to runtime.max_bad_word_tokens = {plan.max_bad_word_tokens} tokens"
+                raise RequestError(f"sampling.bad_words[{place}]", maximum, f"{len(tokens)} of them")
+            found[tokens] = None
+    if len(found) > plan.max_bad_words:
+        maximum = f"at most runtime.max_bad_words = {plan.max_bad_words} token sequences (a word has one or two)"
+        raise RequestError("sampling.bad_words", maximum, len(found))
+    return tuple(found)
+
+
+def check_bans(params: SamplingParams, bad_words: Sequence[Sequence[int]], plan: Plan) -> None:
+    """Check that something is left to sample.
+
+    Raises:
+        RequestError: every allowed token is a bad word.
+    """
+    banned = {words[0] for words in bad_words if len(words) == 1}
+    allowed = range(plan.target.vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+    if banned and banned.issuperset(allowed):
+        raise RequestError("sampling.bad_words", "words that leave a token to sample", "a ban of every allowed token")

@@ -105,8 +105,8 @@ class Chat:
         Raises:
             RequestError: the conversation can't be served; it is as before.
         """
-        from ..api.stops import OutputText
-        from ..text.tokenizer import Conversation
+        from ..api.outputs import OutputText
+        from ..text.conversation import Conversation
 
         asked = [*self.messages, {"role": "user", "content": question}]
         stream = self.llm.submit(Conversation(asked), self.params)
@@ -194,7 +194,7 @@ def run(config: LaunchConfig) -> int:
                           "generate chat=true answers one question")  # fmt: skip
     from ..api.llm import LLM
     from ..engine.request import configured_params, sampling_class
-    from ..text.tokenizer import Conversation
+    from ..text.conversation import Conversation
 
     params = configured_params(config.sampling)
     llm = LLM.from_config(config)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..api.llm import LLM
     from ..api.outputs import Output
     from ..engine.request import SamplingParams
-    from ..text.tokenizer import Conversation
+    from ..text.conversation import Conversation
 
 DEMO_REPEATS = 3
 DEMO_WIDTH = 80

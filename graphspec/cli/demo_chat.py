@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.text import Text
 
 from ..config.catalog import PLAIN_DECODING, resolve_variant
+from ..config.checks import check_text
 from ..config.compose import load_config
 from ..config.schema import AdaptiveConfig, VariantConfig
 from ..errors import ConfigError, GraphspecError, ResourceError
 from ..facts.folders import model_folder
 from ..host.core_wait import CoreWait, busy_caution
 from ..host.terminal import table
-from ..text.tokenizer import check_text
 from .chat import Chat, conversation_words, figures, show
 from .demo import DEMO_WIDTH, WordWrap, measure, working
 from .inspect import draw_tree
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..api.llm import LLM
     from ..api.outputs import Output, TreeSnapshot
     from ..config.command_options import LaunchConfig
-    from ..text.tokenizer import Conversation
+    from ..text.conversation import Conversation
 
 SMALL = "experiment=demo_chain"
 """The demo where there is no model that chats."""
@@ -122,7 +122,7 @@ def run_conversation_demo(config: LaunchConfig, console: Console | None = None, 
 
 def conversation(prompt: str) -> Conversation:
     """A user's message as a prompt."""
-    from ..text.tokenizer import Conversation
+    from ..text.conversation import Conversation
 
     return Conversation([{"role": "user", "content": prompt}])
 

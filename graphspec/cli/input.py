@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from ..config.checks import brief, conform, cut
+from ..config.checks import brief, check_text, conform, cut
 from ..config.command_options import LaunchConfig
 from ..config.hints import hint_for_sampling
 from ..config.paths import read_json, read_text
 from ..config.schema import SamplingConfig
 from ..engine.request import SamplingParams, configured_params
 from ..errors import ConfigError, RequestError
-from ..text.tokenizer import Conversation, check_messages, check_text
+from ..text.conversation import Conversation, check_messages
 
 DEMO_PROMPT = 'def read_lines(path):\n    """'
 _SHOWN = 60

@@ -42,7 +42,7 @@ class Variant:
     """Loads the network: ``(facts, target network, max_positions, dtype, device, progress) -> DraftModel``."""
     stages: str = "graphspec.drafters.heads.beams:beam_stages"
     """The stages that fill the candidate pool: ``(build) -> list[Stage]``. The default runs the network step by step over beams."""
-    prefill: str = "graphspec.graphs.stages.draft_prefill:DraftPrefill"
+    prefill: str = "graphspec.graphs.stages.prefill:DraftPrefill"
     """Writes the draft KV of a prompt chunk: ``(build, planned attention) -> DraftPrefill``."""
     proposer: str = ""
     """Of a drafter on the host: ``(plan, text to token ids) -> graphspec.engine.proposer.Proposer``."""

@@ -12,8 +12,7 @@ from itertools import pairwise
 from ..errors import ConfigError
 from ..shapes import NEUTRAL, sampling_class_of
 from .catalog import resolve_acceptance_rule
-from .checks import INT32_MAX, ascending, brief, check_fields, in_range, one_of, usable_temperature
-from .sampling_checks import check_sampling
+from .checks import INT32_MAX, ascending, brief, check_fields, check_sampling, in_range, one_of, usable_temperature
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RUNTIMES = ("auto", "eager", "compiled", "captured")

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from .checks import INT32_MAX, INT64_MAX, brief, check, check_fields, in_range, one_of, path, real
-from .sampling_checks import SEEDS
+from .checks import INT32_MAX, INT64_MAX, SEEDS, brief, check, check_fields, in_range, one_of, path, real
 from .schema import MAX, MIN
 
 DTYPES = ("float32", "bfloat16")

@@ -344,8 +344,11 @@ class Engine:
                 named = "; ".join(map(describe_class, classes))
                 logger.warning("%d requests wait while programs are built for other requests: %s", len(self._calls), named)
             self.scheduler.drain()
-        with closing(self._new_display()) as display:
-            self.cycle.prepare(keys, partial(self._report_building, display))
+            with closing(self._new_display()) as display:
+                self.cycle.prepare(keys, partial(self._report_building, display))
+        else:
+            # Builds nothing, but checks that no buffer of a captured program has moved.
+            self.cycle.prepare(keys)
         policy = self.scheduler.policy
         for sampling in classes:
             buckets = self.cycle.buckets(sampling)

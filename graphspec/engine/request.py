@@ -11,9 +11,8 @@ from itertools import islice
 from operator import or_
 from typing import Any, Final, NoReturn, Protocol, TypeVar
 
-from ..config.checks import INT32_MAX, brief, check_fields, cut, in_range, usable_temperature
+from ..config.checks import INT32_MAX, brief, check_fields, check_sampling, cut, in_range, usable_temperature
 from ..config.hints import hint_for_sampling
-from ..config.sampling_checks import check_sampling
 from ..config.schema import SamplingConfig
 from ..errors import GraphspecError, RequestError
 from ..graphs.grammar import Grammar
@@ -308,7 +307,7 @@ class RequestMetrics:
 
 
 class Stops(Protocol):
-    """Looks for a request's stop texts (:class:`graphspec.api.stops.StopCheck`)."""
+    """Looks for a request's stop texts (:class:`graphspec.api.outputs.StopCheck`)."""
 
     def cut(self, output: Sequence[int], tokens: list[int], status: int) -> tuple[list[int], int]: ...
 

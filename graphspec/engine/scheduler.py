@@ -16,13 +16,12 @@ from ..graphs.stages.mailbox import Message
 from ..plan.buffers import Status
 from ..plan.plan import Plan
 from ..shapes import MAX_PADDING, GraphKey, SamplingClass, pick_bucket
-from .admission import Deadlines, Queue
+from .admission import Deadlines, Queue, RowParameters, Table, choose_prefill, prompt_message
 from .depth import DepthPolicy
 from .launcher import Launcher, Ticket
 from .lookup import RepeatIndex
 from .meter import Meter
 from .pages import PageAllocator, PrefixCache
-from .prefill import RowParameters, Table, choose_prefill, prompt_message
 from .proposer import Proposer, with_forced
 from .request import NO_ROW, Request
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from ..config.checks import conform, usable_temperature
-from ..config.sampling_checks import check_defaults
+from ..config.checks import check_defaults, conform, usable_temperature
 from ..errors import CheckpointError
 from ..shapes import NEUTRAL, SamplingDefaults
 from .files import find_file

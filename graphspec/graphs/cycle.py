@@ -24,10 +24,9 @@ from .capture import Capturer, CaptureRecord, ProgramCapturer, capturing, check_
 from .compilations import Compilations
 from .host_step import LaunchPreparation
 from .memory import MemoryPlan
-from .message_buffer import MessageBuffer
 from .programs import Key, PrefillKey, Program, SharedRegions, describe, prefill_keys, program_stages, tokens_of
 from .stages.logprobs import PROMPT_RING, RING, ring_buffers
-from .stages.mailbox import MailLayout, Message, SharedPages
+from .stages.mailbox import MailLayout, Message, MessageBuffer, SharedPages
 from .stages.stage import DraftModel, Stage, TargetModel, check_dataflow
 
 Progress = Callable[[str, int, int, str], None]

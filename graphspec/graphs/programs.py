@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 from ..config.catalog import load_object
 from ..errors import ResourceError
 from ..kernels.registry import KernelSet, Scope
-from ..kernels.threads import torch_loops
 from ..plan.buffers import Views
 from ..plan.plan import Plan
 from ..shapes import GraphKey, SamplingClass
 from .capture import ProgramCapturer, Signature, signature
 from .compilations import Compilations
-from .stages.accept import Accept
+from .stages.acceptance_rules import Accept
 from .stages.bans import RecentTokens
 from .stages.catch_up import CatchUp
 from .stages.commit import Commit, CommitRecurrent, CommitState
@@ -28,8 +27,7 @@ from .stages.logprobs import Logprobs
 from .stages.mailbox import Mailbox
 from .stages.prefill import FirstToken, Prefill
 from .stages.stage import Build, DraftModel, HostStage, Stage, TargetModel
-from .stages.tree import ChainLayout, TreeBuild
-from .stages.verify import Verify
+from .stages.verify import ChainLayout, TreeBuild, Verify
 
 if TYPE_CHECKING:
     from .compile import Region
@@ -141,6 +139,8 @@ def _in_order(parts: Sequence[Callable[[], None]]) -> None:
 
 
 def _in_order_with(threads: int, parts: Sequence[Callable[[], None]]) -> None:
+    from ..kernels.native.call import torch_loops
+
     with torch_loops(threads):
         _in_order(parts)
 
@@ -259,8 +259,7 @@ class Program:
 
     def _record(self) -> None:
         """Run all stages, and build ``direct`` and ``steps`` from the calls they made."""
-        from ..kernels.native.record import record
-        from ..kernels.native.tape import Calls, Tape
+        from ..kernels.native.call import Calls, Tape, record, torch_loops
 
         with nullcontext() if self.threads is None else torch_loops(self.threads):
             # Host stages run here, but are not recorded.

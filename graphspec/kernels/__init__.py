@@ -1,4 +1,4 @@
-"""Ops of the cycle: one file each with its contract and its reference, and the choice of implementations.
+"""Ops of the cycle, each with its contract and its reference, and the choice of implementations.
 
 Importing this package compiles and builds nothing; implementations are resolved when they are chosen.
 """
@@ -163,7 +163,7 @@ def select_kernels(
 
         return FlashInferKernels(**ops, planner=Planner(device))
     if whole:
-        from .native.rows import NativeKernels
+        from .native.cycle import NativeKernels
 
         return NativeKernels(**ops)
     return KernelSet(**ops)

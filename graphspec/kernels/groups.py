@@ -11,6 +11,9 @@ from torch import Tensor
 
 from .op import Bool, Int8, Int32, Int64
 
+LIVE = 1
+"""``status_R`` of a row that decodes (:class:`graphspec.plan.buffers.Status`)."""
+
 
 class Lanes(NamedTuple):
     """The lanes of a launch: the row of each, and that row's page table, seed and temperature."""

@@ -83,7 +83,7 @@ class KernelSet(_Callables):
     serves_windows: ClassVar[bool] = False
     """Whether :meth:`own_window` may return a kernel."""
     records: ClassVar[bool] = False
-    """Whether a program whose ops are all native becomes a tape (:mod:`graphspec.kernels.native.tape`)."""
+    """Whether a program whose ops are all native becomes a tape (:mod:`graphspec.kernels.native.call`)."""
 
     def carry(self, hidden_BEH: Tensor, source_BK: Tensor, valid_BK: Tensor) -> Tensor:
         """Hidden states of the rows that beams came from, zero for beams that are not valid.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.linear.linear import Hidden, ResidualStream, hidden_of
+from .attention import RotaryEmbedding
 from .experts import DenseAndExperts, MixtureOfExperts
 from .gated_delta import GatedDeltaNet
 from .latent import LatentAttention
@@ -17,7 +18,6 @@ from .mamba2 import Mamba2
 from .mlp import DenseMLP, dense_mlp
 from .parallel_layer import ParallelLayer
 from .recurrent_net import RecurrentNet, stack_convolutions
-from .rope import RotaryEmbedding
 from .shared_kv import BorrowingAttention, KeyValueAttention
 from .stack import DecoderStack, packing_obstacle
 from .vocabulary import token_embedding, vocabulary_head

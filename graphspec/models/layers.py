@@ -99,8 +99,7 @@ class Linear(KernelModule):
         """Replace the weight by its packed form, for the native kernel. float32 on the CPU only."""
         if self.weight is None:
             return
-        from ..kernels.native import multiply_packed
-        from ..kernels.native.pack import pack_linear
+        from ..kernels.native import multiply_packed, pack_linear
 
         weight = self.weight
         self.packed = weight.pack() if isinstance(weight, PackedWeight) else pack_linear(weight, self.stored)
@@ -249,7 +248,7 @@ class Embedding(nn.Module):
         """See :class:`Linear`."""
         self.shards: dict[str, ParameterShards] = {}
         self.lookup: Callable[[Tensor, Tensor, Tensor, int], Tensor] | None = None
-        """The native op, if a native stack has one; see :mod:`graphspec.kernels.native.rows`."""
+        """The native op, if a native stack has one; see :mod:`graphspec.kernels.native.cycle`."""
 
     @property
     def table(self) -> Tensor:
@@ -266,9 +265,9 @@ class Embedding(nn.Module):
 
     def pack(self) -> None:
         """Look rows up by the native op; a weight of low precision is replaced by its packed form. float32 on the CPU only."""
-        from ..kernels.native import rows
+        from ..kernels.native import cycle
 
-        self.lookup = rows.embed
+        self.lookup = cycle.embed
         if self.packed is None and isinstance(self.weight, PackedWeight):
             self.packed = self.weight.pack()
             del self.weight

@@ -24,8 +24,7 @@ from ..facts.families import OWN_MODULES
 from ..facts.keys import MAX_HEAD_DIM, Keys, read_config
 from ..facts.model import DTYPES, ModelFacts, read_ids
 from ..facts.rope import NO_ROPE, RopeFacts
-from .attention import HeadTransform, Weighing
-from .rope import RotaryEmbedding
+from .attention import HeadTransform, RotaryEmbedding, Weighing
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -81,8 +81,8 @@ class PackedWeight(nn.Module):
         return sum(tensor.nbytes for tensor in self.buffers())
 
     def pack(self) -> Tensor:
-        """The weight as native products read it, see :func:`graphspec.kernels.native.pack.pack_segments`; made once."""
-        from ..kernels.native.pack import pack_segments
+        """The weight as native products read it, see :func:`graphspec.kernels.native.pack_segments`; made once."""
+        from ..kernels.native import pack_segments
 
         if self._native is None:
             self._native = pack_segments(self.float_segments)

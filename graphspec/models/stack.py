@@ -192,7 +192,7 @@ class DecoderStack(nn.Module):
 
 
 class DraftInput(nn.Module):
-    """The input of a drafter's layers as one native op: embeddings and hidden states side by side (:mod:`graphspec.kernels.native.rows`).
+    """The input of a drafter's layers as one native op: embeddings and hidden states side by side (:mod:`graphspec.kernels.native.cycle`).
 
     Args:
         embedding: the token embedding.
@@ -204,9 +204,9 @@ class DraftInput(nn.Module):
         self, embedding: Embedding, embedding_norm: RMSNorm | None, hidden_norm: RMSNorm | None, hidden_first: bool = False
     ) -> None:
         super().__init__()
-        from ..kernels.native import rows
+        from ..kernels.native import cycle
 
-        self.embedding, self.hidden_first, self._enter = embedding, hidden_first, rows.enter
+        self.embedding, self.hidden_first, self._enter = embedding, hidden_first, cycle.enter
         norms = [norm for norm in (embedding_norm, hidden_norm) if norm is not None]
         self.eps = norms[0].eps if norms else 0.0
         assert all(norm.eps == self.eps for norm in norms), "one epsilon"

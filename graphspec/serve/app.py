@@ -22,11 +22,11 @@ from starlette.types import Receive, Scope, Send
 from .. import __version__
 from ..api.async_llm import AsyncLLM, length_of
 from ..api.prompts import Prompt
+from ..config.checks import check_text
 from ..config.server_options import ServerConfig
 from ..engine.request import SamplingParams
 from ..errors import GraphspecError
 from ..text.bounds import check_fits, fewest_tokens
-from ..text.tokenizer import check_text
 from . import channels
 from .access import Access, Hosts, Lengths, Record, record_of
 from .answers import DONE, ChatWriter, CompletionWriter, Writer, spell, sse

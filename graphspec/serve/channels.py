@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection
 from typing import NamedTuple
 
-from ..api.stops import overlap
+from ..api.outputs import overlap
 from .tools import CallReader, ToolCall, log_text, parse_arguments
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"

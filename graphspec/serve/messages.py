@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..text.tokenizer import MESSAGE_KEYS, Conversation
+from ..text.conversation import MESSAGE_KEYS, Conversation
 from .errors import bad_field
 from .protocol import ChatBody
 from .tools import Tools

@@ -22,7 +22,7 @@ from ..errors import ConfigError
 from ..facts.folders import model_folder
 from ..host.progress import progress_bars
 from ..shapes import SERVED, SERVED_GRAMMARS
-from ..text.tokenizer import has_tokenizer
+from ..text.tokenizer_files import has_tokenizer
 
 if TYPE_CHECKING:
     from ..host.progress import Progress

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..api.stops import overlap
+from ..api.outputs import overlap
 from ..config.checks import brief
 from ..text.schemas import check_schema, object_schema
 from .errors import bad_field

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RequestError
-from .spelling import BYTE_LETTERS
+from .tokenizer import BYTE_LETTERS
 
 NFC_SHRINKS = 4
 """Bytes of a text are at most this multiple of those of its form NFC: a character of two bytes has at most three components, of two or

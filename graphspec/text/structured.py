@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config.checks import brief, conform, typed
+from ..config.checks import brief, check_text, conform, typed
 from ..errors import RequestError
-from .tokenizer import check_text
 
 KINDS = ("json_schema", "json_object", "regex", "grammar", "structural_tag", "choice")
 KEY = "sampling.structured"

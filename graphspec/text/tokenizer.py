@@ -1,4 +1,4 @@
-"""Text and token ids: a checkpoint's tokenizer and its chat template."""
+"""Text and token ids: a checkpoint's tokenizer, its chat template, and what each of its tokens adds to a text, as bytes."""
 
 from __future__ import annotations
 
@@ -6,126 +6,33 @@ import codecs
 import copy
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Sequence
 from functools import cached_property
 from inspect import Parameter, signature
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config.checks import brief, typed
-from ..errors import CheckpointError, RequestError, spell_bytes
+from ..config.checks import brief, check_text
+from ..errors import CheckpointError, RequestError
 from ..facts import read_tokenizer_config, special_token
-from ..facts.files import MAX_TOKENIZER, find_file, open_file
-from .call_history import check_calls, render_calls
+from .call_history import render_calls
+from .conversation import Conversation, check_messages
 from .hidden_texts import HiddenTexts
-from .spelling import UNKNOWN, Spelling
 from .time_limit import LateError, time_limit
+from .tokenizer_files import load_tokenizer, one_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
 logger = logging.getLogger(__name__)
-FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model", "tekken.json", "vocab.json", "vocab.txt")
-MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
 PROBE = "PROBE1ANSWER"
 """An answer that a chat template writes as it stands."""
 RENDER_SECONDS = 10.0
 """Time limit for a chat template: far above what a long conversation takes. A template is a program of the checkpoint, and may not end."""
 WINDOW = 16
 """Tokens before an output that its text is read after."""
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """Messages, oldest first, as a prompt: the checkpoint's chat template turns them into text.
-
-    Attributes:
-        messages: ``{"role": ..., "content": ...}`` each, and ``name``, ``tool_calls``, ``tool_call_id`` or ``reasoning_content`` where the
-            template reads one; checked when they are encoded. None is as good as nothing. A message with ``tool_calls`` needs no content;
-            the arguments of a call are an object or its JSON text, and the template gets what it wants of the two. ``reasoning`` is another
-            name of ``reasoning_content``.
-        tools: descriptions of functions for the template, each ``{"type": "function", "function": {...}}``; None: none.
-        options: names that the template reads in addition, such as ``enable_thinking``.
-        continued: the last message is the beginning of the answer, which goes on from there; otherwise a new turn of the assistant follows.
-        add_special_tokens: put the special tokens around the text that a prompt gets, in addition to those that the template writes.
-        special_tokens_as_text: texts of special tokens in what is given here are text. The template sees something else in their places.
-    """
-
-    messages: Any
-    tools: Sequence[Mapping[str, Any]] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    continued: bool = False
-    add_special_tokens: bool = False
-    special_tokens_as_text: bool = False
-
-
-def conversations(messages: Any) -> Conversation | list[Conversation]:
-    """One conversation, a list of messages, or many, a list of such lists; the checks of :func:`check_messages` come later, one by one.
-
-    Raises:
-        RequestError: neither.
-    """
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise RequestError("messages", "a list of messages, or a list of such lists", brief(messages))
-    if messages and all(isinstance(entry, Sequence) and not isinstance(entry, str | bytes) for entry in messages):
-        return [Conversation(entry) for entry in messages]
-    return Conversation(messages)
-
-
-def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages of one conversation as plain dictionaries.
-
-    Raises:
-        RequestError: no list, an empty one, or a message without text in ``role`` and ``content``, or with keys that are not known.
-    """
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise RequestError("messages", "a list of at least one message", brief(messages))
-    return [_check_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
-
-
-def _check_message(key: str, message: Any) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise RequestError(key, 'an object with "role" and "content"', brief(message))
-    for name in message:
-        if name not in MESSAGE_KEYS:
-            raise RequestError(key, "keys " + ", ".join(MESSAGE_KEYS), brief(name))
-    given = {name: value for name, value in message.items() if value is not None}
-    if "tool_calls" in given:
-        given["tool_calls"] = check_calls(f"{key}.tool_calls", given["tool_calls"])
-        # Templates join it with other text.
-        given.setdefault("content", "")
-    for name in ("role", "content"):
-        if name not in given:
-            raise RequestError(f"{key}.{name}", "text", "nothing")
-    for name, value in given.items():
-        if name != "tool_calls":
-            check_text(f"{key}.{name}", value)
-    if "reasoning" in given:
-        # Templates read the other name.
-        given.setdefault("reasoning_content", given["reasoning"])
-    return given
-
-
-def check_text(key: str, text: Any) -> str:
-    """``text``, which is text that UTF-8 can hold.
-
-    Raises:
-        RequestError: something else, or half of a surrogate pair.
-    """
-    if not isinstance(text, str):
-        raise RequestError(key, "text", typed(text))
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RequestError(key, "text in UTF-8", f"the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}") from error
-    return str(text)
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Whether ``folder`` has files of a tokenizer."""
-    return any((folder / name).exists() for name in FILES)
 
 
 class Tokenizer:
@@ -147,7 +54,7 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.library, self._converted = _load(folder)
+        self.library, self._converted = load_tokenizer(folder)
         # A file may keep how its last texts were cut and filled up.
         self.library.no_truncation()
         self.library.no_padding()
@@ -182,7 +89,7 @@ class Tokenizer:
                 self.folder, tokenizer_object=Library(models.BPE()), trust_remote_code=False, local_files_only=True
             )
         except Exception as error:  # whatever the files make transformers raise, the files are at fault
-            raise CheckpointError(str(self.folder), "tokenizer files with a chat template", _one_line(error)) from error
+            raise CheckpointError(str(self.folder), "tokenizer files with a chat template", one_line(error)) from error
 
     @property
     def eos_token_id(self) -> int | None:
@@ -208,7 +115,7 @@ class Tokenizer:
             with time_limit(RENDER_SECONDS):
                 text = self._renderer.apply_chat_template(turns * 2, tokenize=False) if self.has_chat_template else ""
         except (Exception, LateError) as error:  # noqa: BLE001  what a template raises is said when a conversation needs it
-            logger.debug("the chat template writes no finished answer: %s", _one_line(error))
+            logger.debug("the chat template writes no finished answer: %s", one_line(error))
             return None
         found = {self._special_at(after.lstrip()) for after in text.split(PROBE)[1:]}
         name = found.pop() if len(found) == 1 else None
@@ -332,9 +239,9 @@ class Tokenizer:
             expected = f"a conversation that the checkpoint's chat template writes in {RENDER_SECONDS:g} s"
             raise RequestError("messages", expected, "one that takes longer") from error
         except (TemplateSyntaxError, SecurityError) as error:
-            raise CheckpointError(where, "a template that jinja takes, in its sandbox", _one_line(error)) from error
+            raise CheckpointError(where, "a template that jinja takes, in its sandbox", one_line(error)) from error
         except Exception as error:  # templates refuse conversations by exceptions of their own, and trip over unforeseen ones
-            raise RequestError("messages", "a conversation that the checkpoint's chat template takes", _one_line(error)) from error
+            raise RequestError("messages", "a conversation that the checkpoint's chat template takes", one_line(error)) from error
 
     @cached_property
     def _reserved(self) -> frozenset[str]:
@@ -441,48 +348,124 @@ class _Lists:
         return fresh
 
 
-def _load(folder: Path) -> tuple[Library, Any]:
-    """The tokenizer of a folder, and transformers' object where that had to convert it."""
+if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
-    file, expected = folder / "tokenizer.json", "tokenizer files (or pass token ids as prompts)"
-    if find_file(file):
-        with open_file(file) as stream:
-            data = stream.read(MAX_TOKENIZER + 1)
-        if len(data) > MAX_TOKENIZER:
-            raise CheckpointError(str(file), f"a json file of at most {spell_bytes(MAX_TOKENIZER)}", "a larger one")
-        try:
-            return Library.from_buffer(data), None
-        except Exception as error:  # whatever the library raises, the file is at fault
-            raise CheckpointError(str(folder), expected, _one_line(error)) from error
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    try:
-        converted = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        if not converted.is_fast:
-            converted = PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        library = copy.deepcopy(converted.backend_tokenizer)
-    except Exception as error:  # whatever its files make transformers raise, the files are at fault
-        if (code := _own_code(folder)) is not None:
-            own = "a tokenizer that transformers has; code of a checkpoint is never run"
-            raise CheckpointError(f"{folder}: auto_map", own, code, "or pass token ids as prompts") from error
-        raise CheckpointError(str(folder), expected, _one_line(error)) from error
-    logger.warning("%s has no tokenizer.json: transformers converted its tokenizer files (%s)", folder, type(converted).__name__)
-    return library, converted
+UNKNOWN = "\ufffd"
+"""What decoders write for bytes that are no text."""
+BYTE_ERRORS = "graphspec.each_byte"
+"""Error handler of codecs: :data:`UNKNOWN` for each byte, as a decoder with byte fallback writes them."""
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
-def _own_code(folder: Path) -> str | None:
-    """The tokenizer class that the checkpoint's own code would provide; None: its files name none."""
-    for name in ("tokenizer_config.json", "config.json"):
-        try:
-            keys = json.loads((folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            continue
-        classes = keys.get("auto_map") if isinstance(keys, dict) else None
-        if isinstance(classes, dict) and "AutoTokenizer" in classes:
-            return str(classes["AutoTokenizer"])
-    return None
+def _each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return UNKNOWN * (error.end - error.start), error.end
 
 
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+codecs.register_error(BYTE_ERRORS, _each_byte)
+
+
+def _byte_letters() -> dict[str, int]:
+    """The byte of each letter in names of byte-level tokens. Source: ``bytes_to_unicode`` of GPT-2."""
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+BYTE_LETTERS = _byte_letters()
+
+
+class Spelling:
+    """What each token of a vocabulary adds to a text, as bytes.
+
+    A decoder of the ``tokenizers`` library turns a list of tokens into text. With nearly all of them the text is the bytes of the tokens
+    one after the other, of which only the first may differ: it loses the space that SentencePiece puts in front of a text, or lacks the one
+    that joins words. The bytes are those that the decoder itself writes for the token after another one; where it can't write them, since
+    the token is a part of a character, the token's name spells them.
+
+    Args:
+        library: the tokenizer.
+
+    Attributes:
+        separable: the text of a list is the bytes of its tokens one after the other. False: only whole lists can be decoded.
+        errors: how bytes that are no text are written, as an error handler of codecs.
+    """
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        steps = _steps(library.decoder)
+        self._kinds = {step["type"] for step in steps}
+        self._before = self._find_before()
+        self._before_text = library.decode([self._before]) if self._before is not None else ""
+        self.separable = self._before is not None and _is_separable(steps)
+        self.errors = BYTE_ERRORS if "ByteFallback" in self._kinds else "replace"
+        self._bytes: dict[int, bytes] = {}
+
+    def bytes_of(self, token: int) -> bytes:
+        """What a token adds to a text that it doesn't begin; empty: the vocabulary has no such token."""
+        if token not in self._bytes:
+            self._bytes[token] = self._spell(token)
+        return self._bytes[token]
+
+    def first_bytes_of(self, token: int) -> bytes:
+        """What a token is at the beginning of a text."""
+        text = self._decode([token])
+        return self.bytes_of(token) if UNKNOWN in text else text.encode()
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self._library.decode(tokens, skip_special_tokens=False))
+
+    def _spell(self, token: int) -> bytes:
+        name = self._library.id_to_token(token)
+        if name is None:
+            return b""
+        if "ByteFallback" in self._kinds and (found := _BYTE.fullmatch(name)):
+            return bytes((int(found[1], 16),))
+        before = [] if self._before is None else [self._before]
+        text = self._decode([*before, token]).removeprefix(self._before_text)
+        if "ByteLevel" in self._kinds and UNKNOWN in text and all(letter in BYTE_LETTERS for letter in name):
+            return bytes(BYTE_LETTERS[letter] for letter in name)
+        return text.encode()
+
+    def _find_before(self) -> int | None:
+        """A token that others can follow: a word or a part of one, in ASCII. None: there is none."""
+        added = self._library.get_added_tokens_decoder()
+        for token in range(self._library.get_vocab_size()):
+            name = self._library.id_to_token(token)
+            if name is not None and token not in added and not _BYTE.fullmatch(name):
+                text = self._decode([token])
+                if text.isascii() and text.isalnum():
+                    return token
+        return None
+
+
+def _steps(decoder: Any) -> list[dict[str, Any]]:
+    """The decoders of a sequence, in order; none: the tokenizer has no decoder."""
+
+    def flat(step: dict[str, Any]) -> list[dict[str, Any]]:
+        return [inner for one in step["decoders"] for inner in flat(one)] if step["type"] == "Sequence" else [step]
+
+    return flat(json.loads(decoder.__getstate__())) if decoder is not None else []
+
+
+def _is_separable(steps: Sequence[dict[str, Any]]) -> bool:
+    """What the decoder writes for a token depends on nothing but whether it is the first."""
+    joined = False
+    for step in steps:
+        match step["type"]:
+            case "ByteLevel" | "Fuse":
+                joined = True
+            case "ByteFallback" | "Metaspace" | "WordPiece":
+                # These look at tokens one by one.
+                if joined:
+                    return False
+            case "Replace":
+                if joined and len(step["pattern"].get("String", "")) != 1:
+                    return False
+            case "Strip":
+                if not joined or step["start"] > 1 or step["stop"] > 0:
+                    return False
+            case _:
+                return False
+    return True

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from ..config.checks import brief
+from ..config.checks import brief, check_text
 from ..config.paths import read_json, read_text
 from ..errors import ConfigError, RequestError
-from ..text.tokenizer import Conversation, Tokenizer, check_messages, check_text
+from ..text.conversation import Conversation, check_messages
+from ..text.tokenizer import Tokenizer
 
 ANSWERS = "assistant"
 """Role of the answers."""

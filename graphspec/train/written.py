@@ -24,7 +24,8 @@ from ..engine.request import SamplingParams
 from ..errors import ConfigError
 from ..facts import read_model_facts
 from ..host.native_build import compiler_on_path
-from ..text.tokenizer import Conversation, Tokenizer
+from ..text.conversation import Conversation
+from ..text.tokenizer import Tokenizer
 from .checkpoint import check_text_settings, write_whole
 from .conversations import ANSWERS, Sample, has_answer, read_conversations, spell, split
 from .filters import Known, sensible_answer, sensible_prompt

@@ -11,7 +11,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphspec.api.arguments import engine_config
+from graphspec.api.overrides import engine_config
 from graphspec.config.catalog import VARIANTS
 from graphspec.config.command_options import LaunchConfig
 from graphspec.config.compose import config_groups, load_config, split_prompts, take_checkpoint

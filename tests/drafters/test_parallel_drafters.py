@@ -117,7 +117,7 @@ def test_a_draft_that_is_never_right_warns(pair: Pair, tmp_path: Path, caplog: p
     tensors = dflash_tensors(pair)
     tensors["norm.weight"] = -tensors["norm.weight"]  # what was likeliest is the least likely
     llm = ParallelDraft("dflash", write_dflash(tmp_path / "draft", tensors, block=BLOCK), tensors).llm(pair, **CHAIN)
-    caplog.set_level(logging.WARNING, "graphspec.engine.self_test")
+    caplog.set_level(logging.WARNING, "graphspec.engine.meter")
     llm.generate(prompts(4, vocab=VOCAB_SIZE), SamplingParams(max_tokens=30, ignore_eos=True))
-    (message,) = [record.getMessage() for record in caplog.records if record.name == "graphspec.engine.self_test"]
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "graphspec.engine.meter"]
     assert "almost never accepted: 1.0" in message and "of variant dflash" in message and "tapped layers" in message

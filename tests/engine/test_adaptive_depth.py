@@ -14,9 +14,9 @@ from graphspec.api.llm import LLM, SamplingParams, generate_through
 from graphspec.api.outputs import summarise
 from graphspec.config.schema import AdaptiveConfig
 from graphspec.engine.depth import AdaptiveDepth
+from graphspec.engine.meter import AcceptanceTest
 from graphspec.engine.request import Request, RequestMetrics
 from graphspec.engine.scheduler import Scheduler
-from graphspec.engine.self_test import AcceptanceTest
 from graphspec.errors import ConfigError, ResourceError
 from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.programs import Key, PrefillKey, describe, tokens_of

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphspec.api.arguments import set_call_options
+from graphspec.api.prompts import set_call_options
 from graphspec.engine.admission import LOOK_AHEAD, MAX_OUTRANKED, MAX_OVERTAKEN, Queue
 from graphspec.engine.request import NO_ROW, Request, SamplingParams
 from graphspec.engine.scheduler import Scheduler

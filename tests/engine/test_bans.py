@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from graphspec.api.llm import SamplingParams
 from graphspec.api.outputs import Output
-from graphspec.api.request_checks import encode_bad_words
+from graphspec.api.prompts import encode_bad_words
 from graphspec.errors import RequestError
 from graphspec.graphs.stages.bans import allowed_tokens, ends_of_words
 from graphspec.text.tokenizer import Tokenizer

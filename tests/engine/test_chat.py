@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 from graphspec import LLM, SamplingParams
 from graphspec.cli import main as cli
 from graphspec.errors import CheckpointError, RequestError
-from graphspec.text.tokenizer import Conversation, Tokenizer
+from graphspec.text.conversation import Conversation
+from graphspec.text.tokenizer import Tokenizer
 from tests.support.engines import SMALL, add_tokenizer, ids, mirror_pair
 
 if TYPE_CHECKING:

@@ -17,8 +17,9 @@ from transformers import PreTrainedTokenizerFast
 
 from graphspec.errors import RequestError
 from graphspec.text import tokenizer as tokenizer_module
+from graphspec.text.conversation import Conversation
 from graphspec.text.time_limit import LateError, time_limit
-from graphspec.text.tokenizer import Conversation, Tokenizer
+from graphspec.text.tokenizer import Tokenizer
 from tests.support.chat_templates import SAYS_TEXT, TEMPLATES
 
 if TYPE_CHECKING:

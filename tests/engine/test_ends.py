@@ -10,7 +10,8 @@ import pytest
 
 from graphspec import LLM, SamplingParams, Structured
 from graphspec.cli.inspect import spelled_ends
-from graphspec.text.tokenizer import Conversation, Tokenizer
+from graphspec.text.conversation import Conversation
+from graphspec.text.tokenizer import Tokenizer
 from tests.support.engines import CHAIN, MIRROR_VOCAB, SMALL, Pair, add_tokenizer, mirror_pair
 from tests.support.tokenizer_forms import BOS, EOS, MARK, write_config, write_form
 

@@ -20,9 +20,8 @@ from graphspec.engine.request import Request
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import CaptureError, ResourceError
 from graphspec.graphs.cycle import Cycle
-from graphspec.graphs.message_buffer import MessageBuffer
 from graphspec.graphs.programs import PrefillKey, Program
-from graphspec.graphs.stages.mailbox import Message
+from graphspec.graphs.stages.mailbox import Message, MessageBuffer
 from graphspec.shapes import GREEDY, SamplingClass
 from tests.support.engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts
 from tests.support.interrupts import Fault, failing, interrupted
@@ -30,11 +29,11 @@ from tests.support.lockstep import Lockstep
 
 from .test_shared_engine import assert_idle, expected
 
-FILES = ("engine/engine.py", "engine/calls.py", "engine/driver.py", "api/llm.py")
+FILES = ("engine/engine.py", "engine/driver.py", "api/llm.py")
 """What a caller runs."""
 STEP = (
-    "engine/scheduler.py", "engine/class_programs.py", "engine/prefix.py", "engine/pages.py", "engine/admission.py",
-    "engine/row_parameters.py", "graphspec/graphs/cycle.py", "graphs/message_buffer.py",
+    "engine/scheduler.py", "engine/admission.py", "engine/pages.py", "graphs/programs.py", "graphspec/graphs/cycle.py",
+    MessageBuffer.write.__code__,
     *(
         getattr(Engine, name).__code__
         for name in ("_handle_command", "_start_call", "_admit", "_cover", "_prepare", "_report_building", "_report")

@@ -20,7 +20,7 @@ from graphspec.graphs import cycle as cycle_module
 from graphspec.graphs.capture import Capturer, ran_out_of_memory
 from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.graph_launch import graph_launch
-from graphspec.graphs.message_buffer import MessageBuffer
+from graphspec.graphs.stages.mailbox import MessageBuffer
 from graphspec.kernels import select_kernels
 from graphspec.plan.buffers import Arena
 from graphspec.plan.plan import Plan

@@ -18,7 +18,7 @@ from graphspec.graphs.compile import Region
 from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.stages.stage import Stage
 from graphspec.kernels import select_kernels
-from graphspec.kernels.native.tape import Tape
+from graphspec.kernels.native.call import Tape
 from graphspec.plan.buffers import Arena
 from graphspec.shapes import GREEDY
 from tests.support.engines import Pair, ids, mirror_pair, prompts

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphspec.api.llm import LLM, SamplingParams
-from graphspec.engine.prefill import choose_prefill, next_chunk
+from graphspec.engine.admission import choose_prefill, next_chunk
 from graphspec.engine.request import Request
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import ConfigError

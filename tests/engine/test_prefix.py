@@ -22,8 +22,8 @@ from graphspec.facts import RopeFacts
 from graphspec.graphs.cycle import Cycle, RingEntry
 from graphspec.graphs.host_step import RowMirror
 from graphspec.graphs.programs import Key
-from graphspec.graphs.stages.draft_prefill import page_feature
 from graphspec.graphs.stages.mailbox import Message, SharedPages
+from graphspec.graphs.stages.prefill import page_feature
 from graphspec.kernels import op_of
 from graphspec.shapes import GREEDY, SAMPLED, SamplingClass
 from tests.graphs.test_capture import keys_of, make_cycle, make_plan

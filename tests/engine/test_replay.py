@@ -13,7 +13,7 @@ from graphspec.errors import ResourceError
 from graphspec.graphs.compile import Region
 from graphspec.graphs.programs import PrefillKey
 from graphspec.graphs.stages.mailbox import Message
-from graphspec.kernels.native.tape import Tape
+from graphspec.kernels.native.call import Tape
 from graphspec.shapes import GREEDY
 from tests.support.engines import CHAIN, TREE, WIDE, Pair, ids, mirror_pair, prompts
 from tests.support.lockstep import Lockstep

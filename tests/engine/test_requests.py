@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from graphspec.api.prompts import make_requests, read_params, read_prompt, split_prompts
 from graphspec.config.schema import SamplingConfig
-from graphspec.engine.prefill import _join
+from graphspec.engine.admission import _join
 from graphspec.engine.request import LogitBias, Request, SamplingParams, configured_params
 from graphspec.errors import CheckpointError, ConfigError, RequestError
 from graphspec.graphs.stages.mailbox import MailLayout

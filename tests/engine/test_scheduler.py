@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphspec.api.request_checks import check_prompt
+from graphspec.api.prompts import check_prompt
 from graphspec.engine.request import NO_ROW, Request, SamplingParams
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import RequestError

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphspec.api.llm import LLM, SamplingParams
-from graphspec.api.stops import OutputText, StopCheck, StopTexts, overlap
+from graphspec.api.outputs import OutputText, StopCheck, StopTexts, overlap
 from graphspec.errors import RequestError
 from graphspec.plan.buffers import Status
 from tests.support.engines import CHAIN, TREE, Pair, add_tokenizer, continued, mirror_pair, prompts, watch_schedulers, words

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 
-from graphspec.api.stops import OutputText
+from graphspec.api.outputs import OutputText
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import CheckpointError, RequestError
-from graphspec.text.tokenizer import Conversation, Detokenizer, Tokenizer
+from graphspec.text.conversation import Conversation
+from graphspec.text.tokenizer import Detokenizer, Tokenizer
 from tests.support.tokenizer_forms import EOS, FORMS, MARK, TEMPLATE, write_config, write_form
 
 TEXTS = ("the capital of France", " the  capital", "the</s>Paris", "it's 450 of 12345\n\n    x.\n", "", "Paris ß 🙂\u0141", "<mark>is")

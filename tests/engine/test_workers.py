@@ -15,7 +15,7 @@ from graphspec.api.async_llm import LONG_TEXT, AsyncLLM, length_of
 from graphspec.api.workers import Workers
 from graphspec.engine.request import SamplingParams
 from graphspec.shapes import NEUTRAL
-from graphspec.text.tokenizer import Conversation
+from graphspec.text.conversation import Conversation
 
 PATIENCE = 60.0
 

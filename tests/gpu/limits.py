@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from graphspec.api.arguments import DEFAULTS, engine_config
+from graphspec.api.overrides import DEFAULTS, engine_config
 from graphspec.config.catalog import load_object, resolve_variant
 from graphspec.facts import read_model_facts
 from graphspec.facts.folders import model_folder

@@ -16,7 +16,7 @@ from graphspec.config.schema import AcceptConfig, VariantConfig
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import ConfigError
 from graphspec.graphs.stages import acceptance_rules, sampling
-from graphspec.graphs.stages.accept import Accept
+from graphspec.graphs.stages.acceptance_rules import Accept
 from graphspec.graphs.stages.sampling import COIN_STREAM, DRAFT_STREAM, RESIDUAL_STREAM, DraftSampler, coins
 from graphspec.kernels import select_kernels
 from graphspec.kernels.groups import Candidates

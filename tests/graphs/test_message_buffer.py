@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphspec.errors import ResourceError
-from graphspec.graphs.message_buffer import MessageBuffer
-from graphspec.graphs.stages.mailbox import Chunk, Join, MailLayout, Message
+from graphspec.graphs.stages.mailbox import Chunk, Join, MailLayout, Message, MessageBuffer
 from tests.support.plans import plan
 
 PLAN = plan("eagle3", shape=(3, 2, 6), runtime={"max_rows": 4, "buckets": [1, 2, 4], "prefill_chunks": [4, 8]})

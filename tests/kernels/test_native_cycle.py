@@ -9,8 +9,8 @@ from graphspec.errors import ConfigError
 from graphspec.graphs import programs
 from graphspec.kernels import ATTENTION_OPS, LINEAR_OPS, OPS, op_of, select_kernels
 from graphspec.kernels.native import cycle
-from graphspec.kernels.threads import team_threads, torch_loops
-from graphspec.kernels.tree import draft_topk
+from graphspec.kernels.native.call import team_threads, torch_loops
+from graphspec.kernels.tree import draft_level
 from tests.kernels.cases import cases_of
 
 WHOLE = tuple(op.name for op in OPS if "native" in op.implementations and op.name not in (*ATTENTION_OPS, *LINEAR_OPS))
@@ -30,7 +30,7 @@ def test_a_whole_vocabulary_is_ranked_as_the_reference_ranks_it(vocab: int, topk
     generator = torch.Generator().manual_seed(vocab + topk)
     logits = torch.randn(2, 3, vocab, generator=generator).mul(4).round() / 4
     logits[0, 1, ::3], logits[0, 2], logits[1, 0, 1:], logits[1, 1, ::2] = torch.nan, -torch.inf, torch.inf, -0.0
-    found, expected = (op(logits, topk, None, None, None, None) for op in (cycle.draft_topk, draft_topk.draft_topk))
+    found, expected = (op(logits, topk, None, None, None, None) for op in (cycle.draft_topk, draft_level.draft_topk))
     assert torch.equal(found[1], expected[1])
     torch.testing.assert_close(found[0], expected[0])
 

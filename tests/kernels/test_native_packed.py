@@ -18,8 +18,7 @@ from graphspec.errors import ConfigError
 from graphspec.host.native_build import cpu_flags
 from graphspec.kernels import native
 from graphspec.kernels.linear.packed import CODES, Packed, dequantise
-from graphspec.kernels.native import build, rows
-from graphspec.kernels.native.pack import pack_codes, pack_linear, pack_segments
+from graphspec.kernels.native import build, cycle, pack_codes, pack_linear, pack_segments
 from graphspec.models.decoder import Decoder
 from graphspec.models.layers import Embedding, Linear, set_weight
 from graphspec.models.packed_weight import PackedWeight
@@ -160,7 +159,7 @@ def test_rows_are_looked_up_in_a_packed_weight(code: str) -> None:
     valid = torch.ones_like(token, dtype=torch.bool)
     valid[3] = False
     expected = torch.nn.functional.pad(numbers, (0, 0, 1, 1)) * valid[:, None]
-    assert torch.equal(rows.embed(token, valid, pack_segments(segments), 64), expected)
+    assert torch.equal(cycle.embed(token, valid, pack_segments(segments), 64), expected)
 
 
 @pytest.fixture(params=OLDER)

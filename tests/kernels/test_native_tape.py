@@ -12,10 +12,8 @@ from graphspec.errors import ConfigError
 from graphspec.graphs.compile import Region
 from graphspec.graphs.programs import Program
 from graphspec.kernels import select_kernels
-from graphspec.kernels.native import multiply_packed, pack_linear, rows
-from graphspec.kernels.native.call import copy
-from graphspec.kernels.native.record import record
-from graphspec.kernels.native.tape import Calls, Tape
+from graphspec.kernels.native import cycle, multiply_packed, pack_linear
+from graphspec.kernels.native.call import Calls, Tape, copy, record
 from graphspec.kernels.registry import KernelSet
 from graphspec.plan.buffers import Views
 
@@ -172,13 +170,13 @@ def test_rows_between_passes_are_those_of_torch() -> None:
     weight, hidden = draw(7, 10), draw(2, 3, 10, seed=1)
     hidden[1, 0] = torch.nan
     embedding = torch.where((valid & (token >= 0) & (token < 7))[..., None], weight[token.clamp(0, 6)], 0.0)
-    assert torch.equal(rows.embed(token, valid, weight, weight.shape[1]), embedding)
+    assert torch.equal(cycle.embed(token, valid, weight, weight.shape[1]), embedding)
     masked = torch.where(valid[..., None], hidden, 0.0)
     for first in (False, True):
-        side, alone = rows.enter(token, valid, weight, hidden, None, None, 0.0, first)
+        side, alone = cycle.enter(token, valid, weight, hidden, None, None, 0.0, first)
         assert torch.equal(side, torch.cat((masked, embedding) if first else (embedding, masked), -1)) and torch.equal(alone, masked)
     norms = draw(10, seed=2), draw(10, seed=3)
-    side, alone = rows.enter(token, valid, weight, hidden, *norms, 1e-5, False)
+    side, alone = cycle.enter(token, valid, weight, hidden, *norms, 1e-5, False)
     normed = [nn.functional.rms_norm(x, (10,), norm, 1e-5) for x, norm in zip((embedding, masked), norms, strict=True)]
     torch.testing.assert_close(side, torch.cat(normed, -1))
     assert torch.equal(alone, masked)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from graphspec.kernels.sampling.noise import gumbel_noise
 from graphspec.kernels.sampling.sample_tokens import sample_tokens
 from graphspec.kernels.sampling.topk import stable_topk
-from graphspec.kernels.tree.draft_topk import draft_topk
+from graphspec.kernels.tree.draft_level import draft_topk
 from graphspec.kernels.tree.shard_topk import merge_shards, pack_shard, shard_topk
 
 LANES, ROWS = 3, 4

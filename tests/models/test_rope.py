@@ -20,7 +20,7 @@ from graphspec.facts.keys import Keys
 from graphspec.facts.model import read_decoder
 from graphspec.facts.rope import NO_ROPE
 from graphspec.kernels.formulas import apply_rope
-from graphspec.models.rope import RotaryEmbedding, rope_frequency
+from graphspec.models.attention import RotaryEmbedding, rope_frequency
 from graphspec.models.target import load_target
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, build_hf, edit_json, write_hf
 

@@ -28,7 +28,7 @@ def asked(text: str) -> list[dict[str, str]]:
 @pytest.mark.parametrize("text", ["naïve café", "日本語のテキスト", "👩‍👩‍👧🇨🇭🙂", "def f(x):\n\treturn x  # ∑", "\u202eabc\u0000"])
 def test_text_streams_byte_by_byte_as_it_decodes(chain: LLM, real: Path, text: str) -> None:
     """What is streamed for its tokens, one by one, is the text; no half of a character shows."""
-    from graphspec.api.stops import OutputText
+    from graphspec.api.outputs import OutputText
 
     library = Library.from_file(str(real / "tokenizer.json"))
     tokens = library.encode(text, add_special_tokens=False).ids

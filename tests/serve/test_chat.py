@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from graphspec import LLM, SamplingParams
-from graphspec.api import stops
+from graphspec.api import outputs
 from graphspec.api.llm import model_folder
 from graphspec.text.tokenizer import Detokenizer
 from tests.support.serving import serving
@@ -116,7 +116,7 @@ def test_calls_in_the_text_are_answered_as_calls(server: Served, monkeypatch: py
         def push(self, token: int) -> str:
             return next(self.left)
 
-    monkeypatch.setattr(stops, "Detokenizer", Spelled)
+    monkeypatch.setattr(outputs, "Detokenizer", Spelled)
     body = {**GREEDY, "messages": QUESTION, "tools": [TOOL], "stop": "END"}
     wanted = [{"name": "look", "arguments": '{"word": "b"}'}, {"name": "f", "arguments": "{}"}]
     [choice] = server.chat(**body)["choices"]

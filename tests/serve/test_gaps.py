@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from graphspec.api.llm import LLM
-from graphspec.api.stops import StopTexts, automaton
+from graphspec.api.outputs import StopTexts, automaton
 from graphspec.serve import app
 from graphspec.serve.bodies import LARGE_BODY
 from tests.support.hostile import COMPLETIONS, FIELDS, INPUTS, MORE, body, schema

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from graphspec.engine.prefill import next_chunk
+from graphspec.engine.admission import next_chunk
 
 
 def chunked(start: int, total: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
-    """``(start, length)`` of the chunks that read tokens ``[start, total)``; see :func:`graphspec.engine.prefill.next_chunk`."""
+    """``(start, length)`` of the chunks that read tokens ``[start, total)``; see :func:`graphspec.engine.admission.next_chunk`."""
     chunks = []
     while start < total:
         length = next_chunk(start, total, sizes)

@@ -18,8 +18,8 @@ from graphspec.engine.scheduler import Scheduler
 from graphspec.facts import LatentFacts, ModelFacts
 from graphspec.graphs.capture import ProgramCapturer
 from graphspec.graphs.cycle import Cycle
-from graphspec.kernels.attention.chunk_attention import chunk_attention
 from graphspec.kernels.attention.latent_chunk_attention import latent_chunk_attention
+from graphspec.kernels.attention.tree_attention import chunk_attention
 from graphspec.kernels.flashinfer.planner import Planner
 from graphspec.kernels.host_step import HeadShape, PreparedCall, RowSpan
 from graphspec.kernels.registry import KernelSet

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from graphspec.text.spelling import BYTE_LETTERS
+from graphspec.text.tokenizer import BYTE_LETTERS
 
 SPECIAL = ("<unk>", "<s>", "</s>", "<mark>")
 UNK, BOS, EOS, MARK = range(4)

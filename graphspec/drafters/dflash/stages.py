@@ -11,7 +11,7 @@ from ...kernels.linear.linear import stream_rows
 from ...kernels.sampling.noise import computed_once
 from ...kernels.tree.tree_build import causal_words
 from ...plan.buffers import Views
-from ..heads.marginals import MarginalStage
+from ..heads.beams import MarginalStage
 from .network import DFlashDraft
 
 

@@ -1,4 +1,4 @@
-"""Stages 1 and 2: the drafter reads the run that the last cycle committed (draft-extend), then proposes level by level (draft steps)."""
+"""Stages 1 and 2: the drafter reads the run that the last cycle committed (draft-extend), then proposes level by level or at once."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...graphs.stages.network import NetworkStage
 from ...graphs.stages.sampling import DraftSampler
-from ...graphs.stages.stage import Build, Stage
+from ...graphs.stages.stage import Build, NetworkStage, Stage
 from ...kernels.groups import Beams, Candidates
 from ...kernels.tree.tree_build import bit_words
 from ...plan.buffers import Views
@@ -188,3 +187,13 @@ def beam_stages(build: Build) -> list[Stage]:
     if build.shape.num_steps == 1:
         return [DraftExtend(build)]
     return [DraftExtend(build), StaticSteps(build) if build.plan.static_tree is not None else DraftSteps(build)]
+
+
+class MarginalStage(DraftStage):
+    """Base of these stages: fills the candidate pool from the logits of all depths."""
+
+    def fill_pool(self, v: Views, logits_BSV: Tensor, position_B: Tensor) -> None:
+        """Write the candidates of all S levels; ``position_B`` is the position of the tokens of level 1."""
+        position_BS = position_B[:, None] + torch.arange(self.shape.num_steps, device=position_B.device)
+        score_BSK, token_BSK = self.sampler.propose_levels(v, logits_BSV, self.draft.target_token_Vd, position_BS)
+        self.kernels.marginal_pool(score_BSK, token_BSK, v.lane_row_B, v.status_R, v.take(Candidates))

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor, nn
 
+from ...models.attention import RotaryEmbedding
 from ...models.layers import Embedding, Linear, RMSNorm
-from ...models.rope import RotaryEmbedding
 from ...models.vocabulary import VocabParallelLinear, token_embedding, vocabulary_head
 
 if TYPE_CHECKING:

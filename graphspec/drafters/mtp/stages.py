@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ...graphs.stages.draft_prefill import ChunkRows, DraftPrefill
+from ...graphs.stages.prefill import ChunkRows, DraftPrefill
 from ...graphs.stages.stage import Build, Stage
 from ...kernels.groups import Beams
 from ...kernels.host_step import BoundCall

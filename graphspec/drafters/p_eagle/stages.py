@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from ...graphs.stages.stage import Build, Stage
 from ...kernels.tree.tree_build import causal_words
 from ...plan.buffers import Views
-from ..heads.marginals import MarginalStage
+from ..heads.beams import MarginalStage
 from .network import PEagleDraft
 
 

@@ -6,8 +6,7 @@ import math
 
 from ...plan.buffers import Views
 from ...shapes import WORD_BITS
-from .network import NetworkStage
-from .stage import Build
+from .stage import Build, NetworkStage
 
 
 class CatchUp(NetworkStage):

@@ -8,8 +8,8 @@ from torch import Tensor
 from ...kernels.sampling.topk import stable_topk
 from ...plan.buffers import Views
 from ...shapes import SamplingClass
+from .sampling import Scores
 from .stage import Build, Stage, TargetModel
-from .vocabulary import Scores
 
 RING = ("ring_logprob_ZBA", "ring_top_logprob_ZBAO", "ring_top_token_ZBAO")
 PROMPT_RING = ("ring_prompt_logprob_ZC", "ring_prompt_top_logprob_ZCO", "ring_prompt_top_token_ZCO")

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ..op import Int32, Int64, Written, kernel_op
-from .paged_kv_write import locate
+from .rope_kv_write import locate
 
 
-@kernel_op(native="native.state")
+@kernel_op(native="native.cycle")
 def kv_move(
     kv_pool: Written[Tensor], table_RP: Int32, seq_len_R: Int64, path_BA: Int64, accept_len_B: Int64, lane_row_B: Int64 | None = None
 ) -> None:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..op import Bool, Int32, Int64, kernel_op
-from .chunk_attention import chunk_attention
 from .latent_attention import both_sides
+from .tree_attention import chunk_attention
 
 
 @kernel_op(fused="latent_attention:CHUNK_OP", exact=False)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..formulas import Rotation, apply_rope, rms_norm
 from ..op import Bool, Int32, Int64, Written, kernel_op
-from .paged_kv_write import locate
+from .rope_kv_write import locate
 
 
 def _rotate(x_BTQR: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, interleaved: bool) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..op import Int32, Int64, Written, kernel_op
 
 
-@kernel_op(native="native.state")
+@kernel_op(native="native.cycle")
 def page_feature_write(
     page_feature: Written[Tensor],
     page_size: int,

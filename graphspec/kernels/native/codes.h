@@ -1,7 +1,7 @@
 // Weights as they are stored, and the float32 they stand for: sixteen outputs of a channel at a time, exact.
 //
 // A format reads a channel of a block of 32 outputs in halves: HALF 0 the first sixteen, HALF 1 the others. STEP: bytes of a channel.
-// graphspec/kernels/native/pack.py writes what is read here.
+// graphspec/kernels/native/__init__.py writes what is read here.
 
 #pragma once
 

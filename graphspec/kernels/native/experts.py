@@ -7,23 +7,22 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ..linear.packed import Packed
-from . import define_op
+from . import channels_of, define_op, pack_segments
 from .call import bits, call, dense, require
-from .pack import channels_of, pack_segments
 
 __all__ = ["mix", "moe_mlp", "pack_experts", "packed_moe_mlp"]
 
 
 def pack_experts(weight: Tensor | Packed, experts: int, stored: torch.dtype | None = None) -> Tensor:
-    """uint8 ``[E, bytes]``: the weight of each expert as :func:`.pack.pack_segments` has it.
+    """uint8 ``[E, bytes]``: the weight of each expert as :func:`.pack_segments` has it.
 
     Args:
         weight: float32 or codes ``[E * N, K]``.
         experts: E.
-        stored: as of :func:`.pack.pack_linear`.
+        stored: as of :func:`.pack_linear`.
 
     Raises:
-        ConfigError: as :func:`.pack.pack_segments`.
+        ConfigError: as :func:`.pack_segments`.
     """
     rows = weight.shape[0] // experts
     tensors = weight.tensors if isinstance(weight, Packed) else {"values": weight.detach()}

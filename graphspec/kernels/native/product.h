@@ -19,7 +19,7 @@ constexpr int GROUP = 2;  // blocks handed over together
 
 namespace graphspec {
 
-// How weights are stored. Filled by graphspec/kernels/native/pack.py, as are the next two.
+// How weights are stored. Filled by graphspec/kernels/native/__init__.py, as are the next two.
 enum Code : int64_t { SEGMENTS, FLOAT32, BFLOAT16, FLOAT16, INT4, UINT4, E2M1, INT8, UINT8, E4M3 };
 // What is done to a code in addition to scaling it. A minimum is added by a fused multiply-add where the scaled code is exact in float32, else apart.
 enum Offset : int64_t { NONE, ZERO, MINIMUM, MINIMUM_APART };

@@ -1,4 +1,4 @@
-// Ops between the passes of a network, one row at a time. Fields are filled by graphspec/kernels/native/rows.py and call.py.
+// Ops between the passes of a network, one row at a time. Fields are filled by graphspec/kernels/native/cycle.py and call.py.
 
 #include <algorithm>
 #include <cstdint>

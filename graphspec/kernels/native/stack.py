@@ -15,9 +15,8 @@ from torch import Tensor
 from ...errors import ConfigError
 from ..linear.packed import Packed, as_bytes
 from ..op import Written
-from . import define_op
+from . import ALIGNMENT, BLOCK, CODE, code_of, define_op, pack_linear, pack_segments
 from .call import KV_DTYPES, bits, call, dense, require
-from .pack import ALIGNMENT, BLOCK, CODE, code_of, pack_linear, pack_segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +205,7 @@ def _decode(
         position: int64, for sliding windows.
         begin: int64, first slot that each query sees without a window: that of position 0.
         end, ancestors: the prefix's end and the ancestor words, as :func:`graphspec.kernels.attention.tree_attention.tree_attention` takes
-            them; both None: causal, as :func:`graphspec.kernels.attention.chunk_attention.chunk_attention`.
+            them; both None: causal, as :func:`graphspec.kernels.attention.tree_attention.chunk_attention`.
         first, last: run layers ``first`` to ``last - 1``.
         taps: number of tapped layers of the stack; 0: return no features.
         final_norm: apply the stack's final norm, if it has one.

@@ -1,5 +1,5 @@
 // Ops that update the rows' state: message, windows, nodes, walk and commit. The references define the fields;
-// graphspec/kernels/native/state.py fills them, in the order of these structs.
+// graphspec/kernels/native/cycle.py fills them, in the order of these structs.
 
 #include <algorithm>
 #include <cstdint>

@@ -6,7 +6,7 @@
 
 namespace {
 
-// Filled by graphspec/kernels/native/tape.py.
+// Filled by graphspec/kernels/native/call.py.
 struct Entry {
   graphspec::Function function;
   const char* fields;

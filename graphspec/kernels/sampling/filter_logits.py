@@ -11,7 +11,7 @@ MASS_BITS = 40
 """Weights count as integers in units of ``2^-40`` of the largest: their sums are exact, whatever the order of summation."""
 
 
-@kernel_op(native="native.sampling")
+@kernel_op(native="native.cycle")
 def filter_logits(logits_BTV: Tensor, temperature_B: Tensor, top_k_B: Int64, top_p_B: Tensor, min_p_B: Tensor) -> Tensor:
     """-inf where a token is filtered out of ``softmax(logits / temperature)``; rows at temperature 0 come back as they are.
 

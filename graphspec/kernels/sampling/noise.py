@@ -67,7 +67,7 @@ def counter_hash(seed_B: Tensor, position_BT: Tensor, token_V: Tensor) -> Tensor
     return mix32((first_BTV + b_BT[..., None]) & MASK32)
 
 
-@kernel_op(native="native.sampling", fused="noise:OP", exact=False)
+@kernel_op(native="native.cycle", fused="noise:OP", exact=False)
 def gumbel_noise(seed_B: Int64, position_BT: Int64, token_V: Int64) -> Tensor:
     """Gumbel(0, 1) noise for sampling by argmax: ``argmax(logits + T * g)`` draws from ``softmax(logits / T)``.
 

@@ -10,7 +10,7 @@ from .filter_logits import filter_logits
 from .noise import gumbel_noise
 
 
-@kernel_op(native="native.sampling")
+@kernel_op(native="native.cycle")
 def sample_tokens(
     logits_BTV: Tensor, temperature_B: Tensor | None, seed_B: Int64 | None, position_BT: Int64 | None, top_k_B: Int64 | None,
     top_p_B: Tensor | None, min_p_B: Tensor | None, strict: bool,

@@ -12,7 +12,7 @@ RING_HEADER = 2
 """Words of a lane in the ring before its tokens: how many there are, and the row's status."""
 
 
-@kernel_op(native="native.state")
+@kernel_op(native="native.cycle")
 def commit_rows(
     lane_row_B: Int64,
     run: Run,

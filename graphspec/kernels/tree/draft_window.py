@@ -1,19 +1,16 @@
-"""Input of a drafter's first pass: the tokens that the last cycle committed, with the target's features."""
+"""A drafter's first pass: its input, the tokens that the last cycle committed with the target's features; and the row it proposes from."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..groups import Window
-from ..op import Int64, kernel_op
+from ..groups import LIVE, Window
+from ..op import Int64, Written, kernel_op
 from .tree_build import causal_words
 
-LIVE = 1
-"""``status_R`` of a row that decodes (:class:`graphspec.plan.buffers.Status`)."""
 
-
-@kernel_op(native="native.state")
+@kernel_op(native="native.cycle")
 def draft_window(
     lane_row_B: Int64,
     status_R: Int64,
@@ -73,3 +70,18 @@ def draft_window(
     slot_BU = begin_B[:, None] + entry_U
     words_BUX = causal_words(entries, num_words, lane_row_B.device).expand(lanes, -1, -1).masked_fill(~valid_BU[..., None], 0)
     return token_BU, valid_BU, slot_BU, slot_BU - shift, begin_B, words_BUX, known_B, seq_B + 1, feature_BUF
+
+
+@kernel_op(native="native.cycle")
+def take_last(hidden_BTH: Tensor, known_B: Int64, out_BH: Written[Tensor]) -> None:
+    """The hidden state of the last valid entry of each lane: ``out[b] = hidden[b, known[b] - 1]``, entry 0 where nothing is valid.
+
+    It is written in place, because torch.compile would copy a result to the slot once more at the end of the region.
+
+    Args:
+        hidden_BTH: any floating point, contiguous.
+        known_B: int64, at most T: how many entries are valid.
+        out_BH: the same dtype, contiguous, written whole.
+    """
+    last_B11 = (known_B - 1).clamp(min=0)[:, None, None]
+    out_BH.copy_(hidden_BTH.gather(1, last_B11.expand(-1, 1, hidden_BTH.shape[-1])).squeeze(1))

@@ -19,7 +19,7 @@ def _floats(words: Tensor) -> Tensor:
     return words.to(torch.int32).view(torch.float32)
 
 
-@kernel_op(native="native.state")
+@kernel_op(native="native.cycle")
 def mail_apply(
     mail: Int64,
     lanes_at: int,

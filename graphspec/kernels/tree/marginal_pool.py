@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..groups import Candidates
+from ..groups import LIVE, Candidates
 from ..op import Int64, Written, kernel_op
 from ..sampling.topk import stable_topk
-from .draft_window import LIVE
 
 
 @kernel_op(native="native.cycle")

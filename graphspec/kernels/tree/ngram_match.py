@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..groups import Candidates
+from ..groups import LIVE, Candidates
 from ..op import Int64, Written, kernel_op
-from .draft_window import LIVE
 
 PATH_COST = 4
 """Number of tokens of depth that cost as much as a change to the next best path."""

@@ -1,11 +1,11 @@
-"""Builds the verify tree from draft candidates: the best N-1 of them become nodes with parents, depths and ancestor words."""
+"""The verify nodes: the best N-1 draft candidates as a tree, or a chain's in order, with parents, depths, ancestor words and rows."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..groups import Nodes
+from ..groups import LIVE, Nodes
 from ..op import Int64, Written, kernel_op
 from ..sampling.topk import stable_topk
 
@@ -109,3 +109,61 @@ def window_root(lane_row_B: Tensor, window_token_RAc: Tensor, window_len_R: Tens
     """The last entry of each lane's window, int64 ``[B]``."""
     last_B1 = (window_len_R[lane_row_B] - 1).clamp(min=0)[:, None]
     return window_token_RAc[lane_row_B].gather(1, last_B1).squeeze(1)
+
+
+@kernel_op(native="native.cycle")
+def chain_layout(
+    score_BM: Tensor | None,
+    token_BM: Int64 | None,
+    lane_row_B: Int64,
+    window_token_RAc: Int64,
+    window_len_R: Int64,
+    nodes: Written[Nodes],
+) -> None:
+    """Write the root, then one candidate per level, into the slots of the nodes. Every element is written, dead lanes included.
+
+    Node n is at depth n, its parent is node n - 1, and it sees nodes 0..n. Its token is that of candidate n - 1, or -1 where the score of
+    the candidate is -inf or NaN. Node 0 is the root: ``window_token[row, max(window_len - 1, 0)]`` of row ``lane_row[b]``, parent -1. Plain
+    decoding is the chain of one node.
+
+    Args:
+        score_BM, token_BM: float32 and int64, ``M = N - 1``; None where N is 1.
+        lane_row_B: int64, the row of each lane.
+        window_token_RAc, window_len_R: int64, ``window_len <= A``.
+        nodes: int64, written.
+    """
+    node_token_BN, node_parent_BN, node_depth_BN, node_ancestors_BNX = nodes
+    count, words = node_ancestors_BNX.shape[1:]
+    node_N = torch.arange(count, device=lane_row_B.device)
+    node_token_BN[:, 0] = window_root(lane_row_B, window_token_RAc, window_len_R)
+    if score_BM is not None and token_BM is not None:
+        node_token_BN[:, 1:] = torch.where(score_BM > -torch.inf, token_BM, -1)
+    node_parent_BN.copy_((node_N - 1).expand_as(node_parent_BN))
+    node_depth_BN.copy_(node_N.expand_as(node_depth_BN))
+    node_ancestors_BNX.copy_(causal_words(count, words, lane_row_B.device).expand_as(node_ancestors_BNX))
+
+
+@kernel_op(native="native.cycle")
+def verify_rows(
+    lane_row_B: Int64, status_R: Int64, seq_len_R: Int64, node_token_BN: Int64, node_depth_BN: Int64, node_ancestors_BNX: Int64
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The nodes of a tree as rows of one forward pass. A node is valid if its lane is live and it has a token.
+
+    Its KV goes to slot ``seq_len + n`` at RoPE position ``seq_len + depth``; it sees the prefix up to ``seq_len`` and its ancestors.
+
+    Args:
+        lane_row_B: int64, the row of each lane.
+        status_R, seq_len_R: int64.
+        node_token_BN, node_depth_BN, node_ancestors_BNX: int64, as :func:`~graphspec.kernels.tree.tree_build.tree_build` leaves them.
+
+    Returns:
+        token ``[B, N]`` int64, -1 where not valid; valid ``[B, N]`` bool; slot and position ``[B, N]`` int64; begin ``[B, N]`` int64, 0:
+        the first slot a node may see; end ``[B]`` int64, that of the prefix; ancestors ``[B, N, X]`` int64, 0 where not valid.
+    """
+    node_N = torch.arange(node_token_BN.shape[1], device=lane_row_B.device)
+    seq_B = seq_len_R[lane_row_B]
+    valid_BN = (status_R[lane_row_B] == LIVE)[:, None] & (node_token_BN >= 0)
+    token_BN = torch.where(valid_BN, node_token_BN, -1)
+    slot_BN, position_BN = seq_B[:, None] + node_N, seq_B[:, None] + node_depth_BN
+    begin_BN, ancestors_BNX = torch.zeros_like(node_token_BN), node_ancestors_BNX.masked_fill(~valid_BN[..., None], 0)
+    return token_BN, valid_BN, slot_BN, position_BN, begin_BN, seq_B, ancestors_BNX

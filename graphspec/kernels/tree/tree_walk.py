@@ -72,7 +72,7 @@ def tree_walk(
     return path_BA, accept_len_B, reason_B
 
 
-@kernel_op(name="tree_walk", native="native.state")
+@kernel_op(name="tree_walk", native="native.cycle")
 def tree_walk_into(
     nodes: Nodes,
     drawn_BN: Int64,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...api.llm import LLM, generate_through
-from ...api.stops import OutputText
+from ...api.outputs import OutputText
 from ...engine.launcher import Forwarding
 from ...engine.request import ResolvedParams
 from ...graphs.cycle import Cycle, RingEntry

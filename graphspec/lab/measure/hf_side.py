@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...api.stops import OutputText
+from ...api.outputs import OutputText
 from ...config.catalog import Variant, all_variants, resolve_variant
 from ...config.command_options import LaunchConfig
 from ...config.paths import user_path

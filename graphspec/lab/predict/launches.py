@@ -22,8 +22,8 @@ from ...graphs.programs import program_stages
 from ...graphs.stages.mailbox import MailLayout
 from ...kernels import OPS
 from ...kernels.registry import KernelSet
+from ...models.attention import RotaryEmbedding
 from ...models.layers import use_kernels
-from ...models.rope import RotaryEmbedding
 from ...plan.buffers import DTYPES, Arena
 from ...shapes import GREEDY, SamplingClass
 from ..floor import build_draft, build_target

@@ -76,7 +76,7 @@ def sums_ms(facts: ModelFacts, size: int, tokens: int, itemsize: int, start_us: 
     """Milliseconds of the collectives of a pass, which do not overlap with anything.
 
     Every rank reads the parts of all others over its own link: ``size - 1`` parts of each sum, and the best key of each part of the logits
-    with what belongs to it. Sampling classes that need all logits (:func:`~graphspec.graphs.stages.vocabulary.target_needs_all`) read
+    with what belongs to it. Sampling classes that need all logits (:func:`~graphspec.graphs.stages.sampling.target_needs_all`) read
     these too. The squares for norms over several ranks are a few numbers per token and are not counted.
 
     Args:

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from graphspec.kernels import op_of
 from graphspec.kernels.fused.launch import INTERPRETED
-from graphspec.kernels.tree.draft_window import draft_window
+from graphspec.kernels.tree.draft_window import draft_window, take_last
 from graphspec.kernels.tree.fused import draft_window as module
 from graphspec.kernels.tree.fused.take_last import take_last as fused_take_last
-from graphspec.kernels.tree.take_last import take_last
 from graphspec.plan.buffers import POISON, Status
 
 OP = op_of("draft_window")

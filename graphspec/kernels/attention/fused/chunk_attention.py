@@ -1,4 +1,4 @@
-"""Triton kernel of :mod:`graphspec.kernels.attention.chunk_attention`: one pass over the pages, block by block.
+"""Triton kernel of :mod:`graphspec.kernels.attention.tree_attention`: one pass over the pages, block by block.
 
 Rows of a tile are ``token x query head`` of one key/value head. Blocks are visited in slot order and start at multiples of the block size,
 so a row's bits do not depend on the chunk, the batch or the table width. Blocks that every row of the tile sees in full, most of a long

@@ -1,4 +1,4 @@
-"""Triton kernel of :mod:`graphspec.kernels.tree.chain_layout`."""
+"""Triton kernel of :mod:`graphspec.kernels.tree.tree_build`."""
 
 from __future__ import annotations
 

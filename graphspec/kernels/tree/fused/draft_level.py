@@ -8,8 +8,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused.launch import launch, register
-from ...groups import Beams, Candidates
-from ..draft_window import LIVE
+from ...groups import LIVE, Beams, Candidates
 
 MINUS_INFINITY = tl.constexpr(-0x7F800001)
 """``_ordered(-inf)``."""

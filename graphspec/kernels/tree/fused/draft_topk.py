@@ -1,4 +1,4 @@
-"""Triton kernel of :mod:`graphspec.kernels.tree.draft_topk` and of :mod:`graphspec.kernels.tree.shard_topk`: one launch."""
+"""Triton kernel of :mod:`graphspec.kernels.tree.draft_level` and of :mod:`graphspec.kernels.tree.shard_topk`: one launch."""
 
 from __future__ import annotations
 

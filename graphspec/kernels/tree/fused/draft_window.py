@@ -9,8 +9,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused.launch import launch, register
-from ...groups import Window
-from ..draft_window import LIVE
+from ...groups import LIVE, Window
 
 BLOCK = 2048
 

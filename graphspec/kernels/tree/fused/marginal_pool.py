@@ -8,9 +8,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused.launch import launch, register
-from ...groups import Candidates
+from ...groups import LIVE, Candidates
 from ...sampling.fused._vocabulary import pack, packed_index, packed_value
-from ..draft_window import LIVE
 
 
 @triton.jit

@@ -13,8 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused.launch import launch, register, semaphores
-from ...groups import Candidates
-from ..draft_window import LIVE
+from ...groups import LIVE, Candidates
 from ..ngram_match import PATH_COST
 
 BLOCK = 1024

@@ -1,4 +1,4 @@
-"""Triton kernel of :mod:`graphspec.kernels.tree.take_last`."""
+"""Triton kernel of :mod:`graphspec.kernels.tree.draft_window`."""
 
 from __future__ import annotations
 

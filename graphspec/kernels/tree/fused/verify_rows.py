@@ -1,4 +1,4 @@
-"""Triton kernel of :mod:`graphspec.kernels.tree.verify_rows`."""
+"""Triton kernel of :mod:`graphspec.kernels.tree.tree_build`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...fused.launch import launch, register
-from ..draft_window import LIVE
+from ...groups import LIVE
 
 
 @triton.jit
