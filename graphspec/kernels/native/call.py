@@ -1,9 +1,10 @@
 """Calls from Python into C++, one packed struct each, and tapes that repeat them.
 
-A tape is a program of native ops as one call, the CPU's counterpart of a captured graph. Addresses of slots and weights are fixed for the lifetime of an engine, and every op has the same sizes at each launch. So the calls of one
-run can be repeated by a loop in C++, without Python, dispatcher or compiler. A tape also owns the intermediate tensors of that run, so
-nothing is allocated later. It holds native ops only. Views and allocations need not be repeated, and copies are done by a native op. If any
-other op runs, there is no tape, and the caller has to compile the program.
+A tape is a program of native ops as one call, the CPU's counterpart of a captured graph. Addresses of slots and weights are fixed for the
+lifetime of an engine, and every op has the same sizes at each launch. So the calls of one run can be repeated by a loop in C++, without
+Python, dispatcher or compiler. A tape also owns the intermediate tensors of that run, so nothing is allocated later. It holds native ops
+only. Views and allocations need not be repeated, and copies are done by a native op. If any other op runs, there is no tape, and the
+caller has to compile the program.
 """
 
 from __future__ import annotations
