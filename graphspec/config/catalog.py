@@ -45,7 +45,7 @@ class Variant:
     prefill: str = "graphspec.graphs.stages.prefill:DraftPrefill"
     """Writes the draft KV of a prompt chunk: ``(build, planned attention) -> DraftPrefill``."""
     proposer: str = ""
-    """Of a drafter on the host: ``(plan, text to token ids) -> graphspec.engine.proposer.Proposer``."""
+    """Makes the proposer of a drafter on the host: ``(plan, text to token ids) -> graphspec.engine.proposer.Proposer``."""
     outline: str = ""
     """The network without data, if there is no checkpoint: ``(facts, target network) -> nn.Module``. Without it the loader is called."""
     assumed: str = ""

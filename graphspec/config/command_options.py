@@ -49,7 +49,7 @@ class WorkloadConfig:
     ignore_eos: bool = True
     """End-of-text ids do not end a request, so that all sides do the same work."""
     seed: int = 0
-    """Of random prompts and arrivals, and the sampling seed of request i is seed + i."""
+    """Seed of random prompts and arrivals; the sampling seed of request i is seed + i."""
     arrivals: str = CLOSED
     """closed: each of ``batch`` users sends the next request when the last one is answered; poisson, bursts: requests arrive at ``rate``,
     alone or in groups, whether or not earlier ones are answered; trace: when ``trace`` says. In an open loop ``batch`` is the number of

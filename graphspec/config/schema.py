@@ -143,8 +143,8 @@ class RuntimeConfig:
     page_size: int = 16
     """Tokens per KV page."""
     kv_dtype: str = "auto"
-    """Of the KV pools: auto, float32, bfloat16 or float16. auto: hardware.dtype; fused kernels have no other. Keys and values are rounded
-    when they are written; arithmetic does not change."""
+    """Dtype of the KV pools: auto, float32, bfloat16 or float16. auto: hardware.dtype; fused kernels have no other. Keys and values are
+    rounded when they are written; arithmetic does not change."""
     num_pages: int | None = None
     """KV pages in each pool, without the dummy page; null: what fits, at most max_rows full contexts; rows share them."""
     prefill_chunks: list[int] | None = None

@@ -179,8 +179,8 @@ class TrainConfig:
     clip: float = 1.0
     """Largest norm of the gradient."""
     dtype: str = "float32"
-    """Of products in linear layers, attention and Muon's iterations: float32, or bfloat16, which is faster if the hardware has bfloat16
-    arithmetic. Weights and optimizer states stay in float32."""
+    """Dtype of products in linear layers, attention and Muon's iterations: float32, or bfloat16, which is faster if the hardware has
+    bfloat16 arithmetic. Weights and optimizer states stay in float32."""
     compile: bool = False
     """Compile the forward pass; that of a draft only for phases with enough steps. Pays from some hundred steps on."""
     seed: int = 2

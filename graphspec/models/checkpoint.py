@@ -403,57 +403,68 @@ def fill(
             missing = next((source for source in sorted(used) if source not in checkpoint), None)
             hint = _QUANTISED_HINT if _QUANTISED.search(name) else f"missing: {missing}" if missing else ""
             raise CheckpointError(checkpoint.key(name), "no such tensor", "one this model doesn't use", hint)
-    done = 0
+    filled = _Filled(len(used), progress)
     for name, blocks in wanted.items():
         owner_name, _, leaf = name.rpartition(".")
         owner, rule = module.get_submodule(owner_name), rules[name]
         if isinstance(owner, MixtureOfExperts) and any(map(checkpoint.is_packed, blocks[0])):
             _fill_packed_experts(owner, leaf, rule, blocks, checkpoint, dtype, device)
-            done += sum(map(len, blocks))
-            if progress is not None:
-                progress(done, len(used))
-            continue
-        if isinstance(owner, Linear | Embedding) and any(map(checkpoint.is_packed, blocks[0])):
+            filled.add(sum(map(len, blocks)))
+        elif isinstance(owner, Linear | Embedding) and any(map(checkpoint.is_packed, blocks[0])):
             _fill_packed(owner, blocks[0], checkpoint, dtype, device)
-            done += len(blocks[0])
-            if progress is not None:
-                progress(done, len(used))
+            filled.add(len(blocks[0]))
+        else:
+            _fill_numbers(owner, leaf, rule, blocks, checkpoint, dtype, device, filled)
+
+
+class _Filled:
+    """Counts the tensors that were read, for the caller's progress."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._done, self._total, self._progress = 0, total, progress
+
+    def add(self, tensors: int) -> None:
+        self._done += tensors
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+def _fill_numbers(
+    owner: nn.Module, leaf: str, rule: TensorRule, blocks: list[tuple[str, ...]], checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device,
+    filled: _Filled,
+) -> None:  # fmt: skip
+    """Fill one parameter from tensors of numbers, which are its rows from top to bottom, in a list for each expert if there are experts."""
+    wide = leaf in getattr(owner, "float32_names", ())
+    value = torch.empty(owner.get_parameter(leaf).shape, dtype=torch.float32 if wide else dtype, device=device)
+    # One matrix per expert; the heads of a projection lie below each other in the checkpoint, unless it has them as we do.
+    as_stored = value.dim() <= 2 or (blocks[0][0] in checkpoint and len(checkpoint.shape(blocks[0][0])) == value.dim())
+    matrices = value.unbind() if len(blocks) > 1 else (value if as_stored else value.flatten(0, -2),)
+    cut = cast("dict[str, ParameterShards]", getattr(owner, "shards", {})).get(leaf)
+    if cut is not None and rule.interleaved:
+        cut = ParameterShards(cut.dim, (_turns(cut.shards),))
+    if rule.transposed:
+        matrices = tuple(matrix.transpose(-1, -2) for matrix in matrices)
+        cut = cut and ParameterShards(-3 - cut.dim, cut.shards)
+    for matrix, sources in zip(matrices, blocks, strict=True):
+        if cut is not None:
+            _fill_sharded(matrix, sources, cut, checkpoint)
+            filled.add(len(sources))
             continue
-        wide = leaf in getattr(owner, "float32_names", ())
-        value = torch.empty(owner.get_parameter(leaf).shape, dtype=torch.float32 if wide else dtype, device=device)
-        # One matrix per expert; the heads of a projection lie below each other in the checkpoint, unless it has them as we do.
-        as_stored = value.dim() <= 2 or (blocks[0][0] in checkpoint and len(checkpoint.shape(blocks[0][0])) == value.dim())
-        matrices = value.unbind() if len(blocks) > 1 else (value if as_stored else value.flatten(0, -2),)
-        cut = cast("dict[str, ParameterShards]", getattr(owner, "shards", {})).get(leaf)
-        if cut is not None and rule.interleaved:
-            cut = ParameterShards(cut.dim, (_turns(cut.shards),))
-        if rule.transposed:
-            matrices = tuple(matrix.transpose(-1, -2) for matrix in matrices)
-            cut = cut and ParameterShards(-3 - cut.dim, cut.shards)
-        for matrix, sources in zip(matrices, blocks, strict=True):
-            if cut is not None:
-                _fill_sharded(matrix, sources, cut, checkpoint)
-                done += len(sources)
-                if progress is not None:
-                    progress(done, len(used))
-                continue
-            # A file may have fused the projections that are fused here: one source, which is read at once.
-            fused = isinstance(owner, Linear) and len(sources) > 1
-            rows = cast("Linear", owner).stored_parts if fused else (matrix.shape[0] // len(sources),) * len(sources)
-            for part, source in zip(torch.split(matrix, list(rows)), sources, strict=True):
-                one_row = rule.flat and source in checkpoint and len(checkpoint.shape(source)) > part.dim()
-                shape = (1, *part.shape) if one_row else tuple(part.shape)
-                if value.is_meta:
-                    checkpoint.check(source, shape)
-                else:
-                    part.copy_(checkpoint.read(source, shape).view_as(part))
-                done += 1
-                if progress is not None:
-                    progress(done, len(used))
-        value = owner.arrange(value) if isinstance(owner, Linear) else value
-        value = _two_by_two(value) if rule.interleaved else value
-        setattr(owner, leaf, nn.Parameter(value, requires_grad=False))
-        if isinstance(owner, Linear | Embedding) and leaf == "weight":
-            owner.stored = checkpoint.narrow(source for block in blocks for source in block)
-        elif isinstance(owner, MixtureOfExperts):
-            owner.stored[leaf] = checkpoint.narrow(source for block in blocks for source in block)
+        # A file may have fused the projections that are fused here: one source, which is read at once.
+        fused = isinstance(owner, Linear) and len(sources) > 1
+        rows = cast("Linear", owner).stored_parts if fused else (matrix.shape[0] // len(sources),) * len(sources)
+        for part, source in zip(torch.split(matrix, list(rows)), sources, strict=True):
+            one_row = rule.flat and source in checkpoint and len(checkpoint.shape(source)) > part.dim()
+            shape = (1, *part.shape) if one_row else tuple(part.shape)
+            if value.is_meta:
+                checkpoint.check(source, shape)
+            else:
+                part.copy_(checkpoint.read(source, shape).view_as(part))
+            filled.add(1)
+    value = owner.arrange(value) if isinstance(owner, Linear) else value
+    value = _two_by_two(value) if rule.interleaved else value
+    setattr(owner, leaf, nn.Parameter(value, requires_grad=False))
+    if isinstance(owner, Linear | Embedding) and leaf == "weight":
+        owner.stored = checkpoint.narrow(source for block in blocks for source in block)
+    elif isinstance(owner, MixtureOfExperts):
+        owner.stored[leaf] = checkpoint.narrow(source for block in blocks for source in block)

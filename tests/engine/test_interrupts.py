@@ -32,7 +32,7 @@ from .test_shared_engine import assert_idle, expected
 FILES = ("engine/engine.py", "engine/driver.py", "api/llm.py")
 """What a caller runs."""
 STEP = (
-    "engine/scheduler.py", "engine/admission.py", "engine/pages.py", "graphs/programs.py", "graphspec/graphs/cycle.py",
+    "engine/scheduler.py", "engine/admission.py", "engine/pages.py", "graphspec/graphs/cycle.py",
     MessageBuffer.write.__code__,
     *(
         getattr(Engine, name).__code__
@@ -42,6 +42,7 @@ STEP = (
 """What the driving thread runs, but for what it does after an error."""
 LENGTH = 7
 PARAMS = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
+PLAIN_AND_CHAIN = [pytest.param({"variant": "none"}, id="plain", marks=pytest.mark.full), pytest.param(CHAIN, id="chain")]
 BOUNDARIES = (Cycle.launch.__code__, Cycle._send.__code__, Cycle.read.__code__, MessageBuffer.write.__code__)
 
 
@@ -96,8 +97,13 @@ def check(llm: LLM, pair: Pair, codes: Any, at: int, prompt_ids: list[list[int]]
     return where
 
 
-@pytest.mark.parametrize("cycles_in_flight", [1, 2])
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    ("shape", "cycles_in_flight"),
+    [
+        pytest.param(CHAIN, 2, id="chain-2"), pytest.param(TREE, 1, id="tree-1"),
+        pytest.param(CHAIN, 1, id="chain-1", marks=pytest.mark.full), pytest.param(TREE, 2, id="tree-2", marks=pytest.mark.full),
+    ],
+)  # fmt: skip
 def test_every_boundary_of_launch_and_read(pair: Pair, shape: dict[str, Any], cycles_in_flight: int) -> None:
     llm = pair.llm(**shape, max_rows=2, buckets=[1, 2], cycles_in_flight=cycles_in_flight)
     prompt_ids, other = prompts(1), prompts(2, seed=3)
@@ -109,7 +115,7 @@ def test_every_boundary_of_launch_and_read(pair: Pair, shape: dict[str, Any], cy
     assert len(seen) > 0.5 * len(lines), "logprobs, debug mode and CUDA have lines of their own"
 
 
-@pytest.mark.parametrize("shape", [{"variant": "none"}, CHAIN], ids=["plain", "chain"])
+@pytest.mark.parametrize("shape", PLAIN_AND_CHAIN)
 def test_anywhere_in_a_step(pair: Pair, shape: dict[str, Any]) -> None:
     """Every line of the driving thread in turn, about; pages are short, so that rows are sent back as well."""
     llm = pair.llm(**shape, max_rows=2, buckets=[1, 2], cycles_in_flight=2, page_size=4, num_pages=20)
@@ -213,7 +219,7 @@ def test_a_device_that_is_lost_is_reported_to_every_call(pair: Pair, monkeypatch
     assert_idle(llm)
 
 
-@pytest.mark.parametrize("shape", [{"variant": "none"}, CHAIN], ids=["plain", "chain"])
+@pytest.mark.parametrize("shape", PLAIN_AND_CHAIN)
 def test_results_that_were_taken_are_not_taken_twice(pair: Pair, shape: dict[str, Any]) -> None:
     """An error while results are processed, with log-probabilities and a stop id; the call that continues took no part in the launch."""
     llm = pair.llm(**shape, max_rows=2, buckets=[1, 2])

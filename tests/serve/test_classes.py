@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from itertools import combinations_with_replacement
 from typing import TYPE_CHECKING, Any
 
 import httpx2
@@ -77,8 +78,7 @@ def test_what_is_built(server: Served) -> None:
     assert all(server.llm.cycle.prepared(key) for each in server.llm.plan.sampling_classes for key in server.llm.keys(2, each))
 
 
-@pytest.mark.parametrize("beside", ASKED)
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize(("name", "beside"), combinations_with_replacement(ASKED, 2))
 def test_no_request_has_a_program_built(server: Served, built: list[object], name: str, beside: str) -> None:
     """Two requests at a time, whatever they ask for."""
     answers: list[dict[str, Any]] = []
