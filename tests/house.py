@@ -42,6 +42,8 @@ def tokens(path: Path) -> int:
 
 def entered(runtime: str) -> list[str]:
     """Files of the package that have a function called by one warm ``generate()`` of the demo's chain, in any thread, in order."""
+    from graphspec import LLM, SamplingParams
+
     found: dict[str, None] = {}
     watching = False
 
@@ -49,20 +51,21 @@ def entered(runtime: str) -> list[str]:
         if watching and event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
             found.setdefault(str(Path(frame.f_code.co_filename).relative_to(PACKAGE)))
 
-    # Before the engine has its thread, which could not be given a profile later.
+    llm = LLM("demo", variant="eagle3", num_steps=4, topk=1, runtime=runtime)
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    llm.generate(["def f(x):"], params)
+    # A thread takes a profile from itself alone, or when it begins: the engine's own thread, this one, and those that come.
+    llm._engine.between_steps(lambda: sys.setprofile(note))
     threading.setprofile(note)
+    sys.setprofile(note)
     try:
-        from graphspec import LLM, SamplingParams
-
-        llm = LLM("demo", variant="eagle3", num_steps=4, topk=1, runtime=runtime)
-        params = SamplingParams(max_tokens=16, ignore_eos=True)
-        llm.generate(["def f(x):"], params)
         watching = True
-        sys.setprofile(note)
         llm.generate(["def f(x):"], params)
+        watching = False
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
+    llm.close()
     return list(found)
 
 

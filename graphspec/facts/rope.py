@@ -210,28 +210,26 @@ def _read_one(
         return replace(facts, original_max_position_embeddings=max_position_embeddings)
     outer = "original_max_position_embeddings"
     original = (keys if keys.present(outer) else rope).integer(outer, max_position_embeddings, maximum=MAX_POSITIONS)
+    facts = replace(facts, original_max_position_embeddings=original)
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
         if high <= low:
             raise rope.error("high_freq_factor", f"more than low_freq_factor = {low}")
-        return replace(facts, original_max_position_embeddings=original, low_freq_factor=low, high_freq_factor=high)
+        return replace(facts, low_freq_factor=low, high_freq_factor=high)
     factor = max_position_embeddings / original if from_lengths else facts.factor
+    return _read_yarn(rope, replace(facts, factor=factor, query_beta=beta), mscale)
+
+
+def _read_yarn(rope: Keys, facts: RopeFacts, mscale: float) -> RopeFacts:
+    """What YaRN has in addition to a factor and the context that it stretches; ``mscale``: 0 where it is not given."""
     if rope.present("attention_factor"):
         attention_factor = rope.number("attention_factor")
-    elif mscale and mscale_all_dim:
-        attention_factor = magnitude(factor, mscale) / magnitude(factor, mscale_all_dim)
+    elif mscale and facts.mscale_all_dim:
+        attention_factor = magnitude(facts.factor, mscale) / magnitude(facts.factor, facts.mscale_all_dim)
     else:
-        attention_factor = magnitude(factor, 1.0)
+        attention_factor = magnitude(facts.factor, 1.0)
     fast, slow = _number_or(rope, "beta_fast", 32.0), _number_or(rope, "beta_slow", 1.0)
     if fast < slow:
         raise rope.error("beta_fast", f"at least beta_slow = {slow:g}")
-    return replace(
-        facts,
-        query_beta=beta,
-        factor=factor,
-        original_max_position_embeddings=original,
-        attention_factor=attention_factor,
-        beta_fast=fast,
-        beta_slow=slow,
-        truncate=rope.flag("truncate", True),
-    )
+    truncate = rope.flag("truncate", True)
+    return replace(facts, attention_factor=attention_factor, beta_fast=fast, beta_slow=slow, truncate=truncate)

@@ -430,9 +430,15 @@ class _Filled:
 
 
 def _fill_numbers(
-    owner: nn.Module, leaf: str, rule: TensorRule, blocks: list[tuple[str, ...]], checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device,
+    owner: nn.Module,
+    leaf: str,
+    rule: TensorRule,
+    blocks: list[tuple[str, ...]],
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
     filled: _Filled,
-) -> None:  # fmt: skip
+) -> None:
     """Fill one parameter from tensors of numbers, which are its rows from top to bottom, in a list for each expert if there are experts."""
     wide = leaf in getattr(owner, "float32_names", ())
     value = torch.empty(owner.get_parameter(leaf).shape, dtype=torch.float32 if wide else dtype, device=device)

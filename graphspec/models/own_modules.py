@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -147,11 +148,10 @@ def _decoder(model: Any) -> nn.Module:
     return decoder
 
 
-def _try(config: Any, model: Any) -> list[_Call]:
-    """The attention calls of a pass of a model on ``meta``."""
+def _refuse_by_config(config: Any, model: Any, decoder: nn.Module) -> None:
+    """Refuse what can be told before a pass: paged attention needs positions from outside, and KV and nothing else of every layer."""
     if config.get_text_config() is not config:
         raise _Unservable("it does not read texts alone")
-    decoder = _decoder(model)
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         raise _Unservable("its positions can't be given")
     if model._is_stateful:  # noqa: SLF001 - what transformers itself asks
@@ -165,6 +165,22 @@ def _try(config: Any, model: Any) -> list[_Call]:
     for rope in (ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))):
         if rope.get("rope_type") in _SELF_SCALING:
             raise _Unservable(f"its rope_type {rope['rope_type']} depends on the length of a text")
+
+
+def _refuse_by_calls(calls: Sequence[_Call], layers: int) -> None:
+    """Refuse a model whose attention is not one call per layer, all of one shape that the kernels have."""
+    if len(calls) != layers or len({id(call.module) for call in calls}) != layers:
+        raise _Unservable(f"attention of {len(calls)} of its {layers} layers goes through transformers' attention interface")
+    if len({(call.num_heads, call.num_kv_heads, call.head_dim) for call in calls}) > 1:
+        raise _Unservable("its layers have heads of different shapes")
+    if calls[0].head_dim % 2 or calls[0].head_dim > MAX_HEAD_DIM:
+        raise _Unservable(f"its heads have a width of {calls[0].head_dim}")
+
+
+def _try(config: Any, model: Any) -> list[_Call]:
+    """The attention calls of a pass of a model on ``meta``."""
+    decoder = _decoder(model)
+    _refuse_by_config(config, model, decoder)
     trial = _Trial()
     for module in model.modules():
         module.paged_place = trial
@@ -178,13 +194,7 @@ def _try(config: Any, model: Any) -> list[_Call]:
         raise
     except Exception as error:
         raise _Unservable(f"a trial pass fails: {_spell(error)}") from error
-    layers = config.num_hidden_layers
-    if len(trial.calls) != layers or len({id(call.module) for call in trial.calls}) != layers:
-        raise _Unservable(f"attention of {len(trial.calls)} of its {layers} layers goes through transformers' attention interface")
-    if len({(call.num_heads, call.num_kv_heads, call.head_dim) for call in trial.calls}) > 1:
-        raise _Unservable("its layers have heads of different shapes")
-    if trial.calls[0].head_dim % 2 or trial.calls[0].head_dim > MAX_HEAD_DIM:
-        raise _Unservable(f"its heads have a width of {trial.calls[0].head_dim}")
+    _refuse_by_calls(trial.calls, config.num_hidden_layers)
     if hidden.shape[:2] != token.shape or hidden.dim() != 3:
         raise _Unservable("it gives no hidden state for each token")
     return trial.calls

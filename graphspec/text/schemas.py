@@ -102,6 +102,20 @@ def _objects(key: str, schema: Any, references: References, depth: int) -> dict[
     return {**schema, "type": "object"}
 
 
+def _check_values(key: str, schema: dict[str, Any]) -> None:
+    """Refuse limits of a text that exclude each other, and keys that are required and have no schema."""
+    asserted = ASSERTIONS.intersection(schema)
+    if "pattern" in asserted and (others := asserted & {"minLength", "maxLength", "format"}):
+        raise RequestError(f"{key}.pattern", "no other limit of a text next to it", ", ".join(sorted(others)))
+    if "format" in asserted and (others := asserted & {"minLength", "maxLength"}):
+        raise RequestError(f"{key}.format", "no length next to it", ", ".join(sorted(others)))
+    properties = schema.get("properties")
+    if isinstance(schema.get("required"), list):
+        unknown = [name for name in schema["required"] if not isinstance(properties, dict) or name not in properties]
+        if unknown:
+            raise RequestError(f"{key}.required", "names that are in properties", brief(unknown))
+
+
 class _Checker:
     """Checks and writes the parts of one schema.
 
@@ -120,28 +134,10 @@ class _Checker:
         if not isinstance(schema, dict):
             # What is no schema is refused by xgrammar.
             return schema
-        for name in schema:
-            if name in OVERLOOKED and not (name == "uniqueItems" and schema[name] is False):
-                raise RequestError(f"{key}.{name}", "keywords that xgrammar enforces", name)
-        kind = schema.get("type")
-        asserted = ASSERTIONS.intersection(schema)
-        for name in sorted(asserted & TYPED.keys()):
-            if kind not in TYPED[name]:
-                raise RequestError(f"{key}.{name}", f"type {' or '.join(TYPED[name])} next to it", brief(kind))
-        self._check_alone(key, schema, asserted)
-        if schema is not self._root and is_resource(schema) and "$ref" in str(schema):
-            raise RequestError(f"{key}.$id", "no name of its own for a schema with references", brief(schema["$id"]))
+        self._check_keywords(key, schema)
         if "$ref" in schema:
             return self.references.spelled(f"{key}.$ref", schema["$ref"])
-        if "pattern" in asserted and (others := asserted & {"minLength", "maxLength", "format"}):
-            raise RequestError(f"{key}.pattern", "no other limit of a text next to it", ", ".join(sorted(others)))
-        if "format" in asserted and (others := asserted & {"minLength", "maxLength"}):
-            raise RequestError(f"{key}.format", "no length next to it", ", ".join(sorted(others)))
-        properties = schema.get("properties")
-        if isinstance(schema.get("required"), list):
-            unknown = [name for name in schema["required"] if not isinstance(properties, dict) or name not in properties]
-            if unknown:
-                raise RequestError(f"{key}.required", "names that are in properties", brief(unknown))
+        _check_values(key, schema)
         _check_keys(key, schema)
         found = {name: value for name, value in schema.items() if name not in DEFINITIONS}
         if isinstance(pattern := schema.get("pattern"), str):
@@ -161,6 +157,20 @@ class _Checker:
             if name in schema:
                 found[name] = self.written(f"{key}.{name}", schema[name], depth + 1)
         return found
+
+    def _check_keywords(self, key: str, schema: dict[str, Any]) -> None:
+        """Refuse keywords that xgrammar overlooks, or reads as another schema than theirs because of what stands next to them."""
+        for name, value in schema.items():
+            if name in OVERLOOKED and not (name == "uniqueItems" and value is False):
+                raise RequestError(f"{key}.{name}", "keywords that xgrammar enforces", name)
+        kind = schema.get("type")
+        asserted = ASSERTIONS.intersection(schema)
+        for name in sorted(asserted & TYPED.keys()):
+            if kind not in TYPED[name]:
+                raise RequestError(f"{key}.{name}", f"type {' or '.join(TYPED[name])} next to it", brief(kind))
+        self._check_alone(key, schema, asserted)
+        if schema is not self._root and is_resource(schema) and "$ref" in str(schema):
+            raise RequestError(f"{key}.$id", "no name of its own for a schema with references", brief(schema["$id"]))
 
     def _check_alone(self, key: str, schema: dict[str, Any], asserted: frozenset[str]) -> None:
         for name in ALONE:

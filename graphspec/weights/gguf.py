@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..facts.files import plain
-from ..facts.gguf import BLOCKS, GgufTensor, read_headers
+from ..facts.gguf import BLOCKS, GgufHeader, GgufTensor, read_headers
 from ..facts.gguf_families import Tiling, tiling
 from ..facts.gguf_model import hf_name, norm_offset, row_order
 from ..kernels.linear.packed import Packed
@@ -146,29 +146,33 @@ class GgufFile:
         self._columns: dict[str, tuple[Tensor, int]] = {}
         for header in headers:
             for tensor in header.tensors.values():
-                if (name := hf_name(headers[0], tensor.name)) is None:
-                    continue
-                if "#" in name and len(tensor.shape) == (2 if name.endswith(".bias") and tensor.type in _FLOATS else 3):
-                    for expert, part in enumerate(_experts(tensor)):
-                        self._tensors[name.replace("#", str(expert))] = (header.file, part)
-                    continue
-                if tensor.type not in _FLOATS and len(tensor.shape) != 2:
-                    expected = f"a matrix, or one of {', '.join(_FLOATS)}"
-                    raise CheckpointError(f"{header.file}: {plain(tensor.name)}", expected, f"{tensor.type} of shape {list(tensor.shape)}")
-                if name.endswith(_CONVOLUTION) and len(tensor.shape) == 2:
-                    tensor = replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
-                if name.endswith(_SHARED_GATE) and len(tensor.shape) == 1:
-                    tensor = replace(tensor, shape=(1, *tensor.shape))
-                self._tensors[name] = (header.file, tensor)
-                if (tiles := tiling(headers[0], tensor.name)) is not None:
-                    self._place(name, tiles)
-                if norm_offset(headers[0], tensor.name):
-                    self._offsets.add(name)
-                if (heads := row_order(headers[0], tensor.name)) is not None:
-                    if tensor.shape[0] % (2 * heads):
-                        expected = f"rows of {heads} heads of an even width"
-                        raise CheckpointError(f"{header.file}: {plain(tensor.name)}", expected, f"{tensor.shape[0]} rows")
-                    self._orders[name] = torch.arange(tensor.shape[0]).view(heads, -1, 2).transpose(1, 2).flatten()
+                name = hf_name(headers[0], tensor.name)
+                if name is not None:
+                    self._add(name, tensor, header.file, headers[0])
+
+    def _add(self, name: str, tensor: GgufTensor, file: Path, model: GgufHeader) -> None:
+        """Take a tensor in under its name, ``#`` in which is the number of an expert, and note what its values and rows need."""
+        if "#" in name and len(tensor.shape) == (2 if name.endswith(".bias") and tensor.type in _FLOATS else 3):
+            for expert, part in enumerate(_experts(tensor)):
+                self._tensors[name.replace("#", str(expert))] = (file, part)
+            return
+        if tensor.type not in _FLOATS and len(tensor.shape) != 2:
+            expected = f"a matrix, or one of {', '.join(_FLOATS)}"
+            raise CheckpointError(f"{file}: {plain(tensor.name)}", expected, f"{tensor.type} of shape {list(tensor.shape)}")
+        if name.endswith(_CONVOLUTION) and len(tensor.shape) == 2:
+            tensor = replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
+        if name.endswith(_SHARED_GATE) and len(tensor.shape) == 1:
+            tensor = replace(tensor, shape=(1, *tensor.shape))
+        self._tensors[name] = (file, tensor)
+        if (tiles := tiling(model, tensor.name)) is not None:
+            self._place(name, tiles)
+        if norm_offset(model, tensor.name):
+            self._offsets.add(name)
+        if (heads := row_order(model, tensor.name)) is not None:
+            if tensor.shape[0] % (2 * heads):
+                expected = f"rows of {heads} heads of an even width"
+                raise CheckpointError(f"{file}: {plain(tensor.name)}", expected, f"{tensor.shape[0]} rows")
+            self._orders[name] = torch.arange(tensor.shape[0]).view(heads, -1, 2).transpose(1, 2).flatten()
 
     def _place(self, name: str, tiles: Tiling) -> None:
         """Note where the value heads of a tensor lie.

@@ -17,7 +17,7 @@ in it was measured here.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
@@ -176,14 +176,18 @@ class Part:
 
 def _part(name: str, found: Iterable[Estimate]) -> Part:
     some = list(found)
-
-    def total(pick: Callable[[Estimate], float]) -> float:
-        return sum(map(pick, some))
-
+    work = [one.work for one in some]
     return Part(
-        name, len(some), total(lambda e: e.work.memory), total(lambda e: e.work.cache), total(lambda e: e.work.bytes),
-        total(lambda e: e.gap), total(lambda e: e.exposed), total(lambda e: e.stream), total(lambda e: e.alone),
-    )  # fmt: skip
+        name,
+        len(some),
+        sum(one.memory for one in work),
+        sum(one.cache for one in work),
+        sum(one.bytes for one in work),
+        sum(one.gap for one in some),
+        sum(one.exposed for one in some),
+        sum(one.stream for one in some),
+        sum(one.alone for one in some),
+    )
 
 
 def gathered(name: str, parts: Iterable[Part]) -> Part:

@@ -157,6 +157,31 @@ def stage_record(stage: StagePrediction) -> dict[str, Any]:
     }
 
 
+def _time_passes(
+    config: LaunchConfig, variant: Variant, pair: ModelPair, model: FloorModel, say: Say, notes: list[str]
+) -> PassTimes | None:
+    """Times of passes on this CPU; None, with a note that says why, where they can't be taken."""
+    from .calibration import pass_times
+
+    found = pass_times(config, variant, pair, model, say)
+    if isinstance(found, PassTimes):
+        return found
+    notes.append(f"passes were not timed: {found}")
+    return None
+
+
+def _unknowns(variant: Variant, hardware: Hardware, passes: PassTimes | None) -> list[str]:
+    """Notes on what the prediction does not know."""
+    notes = []
+    if hardware.flops is None and passes is None:
+        notes.append(
+            "the peak of this hardware is not known (hardware.tflops): floors are those of the bytes alone, too low for large batches"
+        )
+    if variant.drafter in ("history", "host"):
+        notes.append("the drafter is no network: its own time is not predicted")
+    return notes
+
+
 def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
     """Compute the advice.
 
@@ -188,39 +213,23 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
         notes.append(f"memory, floors and times are those of one of {size} ranks, without the sums between them")
     if chosen is not None:
         notes.append(f"the draft on {size} ranks: {chosen}")
-    passes: PassTimes | None = None
-    if options.measure and device == "cpu":
-        from .calibration import pass_times
-
-        found = pass_times(config, variant, pair, model, say)
-        if isinstance(found, PassTimes):
-            passes = found
-        else:
-            notes.append(f"passes were not timed: {found}")
+    passes = _time_passes(config, variant, pair, model, say, notes) if options.measure and device == "cpu" else None
     hardware = resolve_hardware(config, device, dtype, here, passes, working_set=model.working_set(PLAIN, 1, context))
     acceptance = resolve_acceptance(config, variant, measured)
     efficiency: Timing = passes or (calibrate(model, here, hardware) if here is not None else None) or Efficiency()
     checked = predictions(model, here, hardware, Efficiency(), passes) if here is not None else []
     if measured is not None and not checked:
         notes.append("no measured side ran on this hardware with its cycle timed: of the file only its acceptance is used")
-    if hardware.flops is None and passes is None:
-        notes.append(
-            "the peak of this hardware is not known (hardware.tflops): floors are those of the bytes alone, too low for large batches"
-        )
-    if variant.drafter in ("history", "host"):
-        notes.append("the drafter is no network: its own time is not predicted")
-
+    notes += _unknowns(variant, hardware, passes)
     heads = pair.draft.num_heads if pair.draft is not None else 1
     configured = configured_shape(config, variant, pair, heads)
     lengths = {shape: acceptance.length(shape) for shape in candidate_shapes(variant, heads, deepest(pair))}
     if configured is not None:
         lengths[configured] = acceptance.length(configured)
     outlook = Outlook(model, context, hardware, efficiency)
-    rows, about_configured = [], []
-    for batch in options.batches:
-        rows.append(_row(outlook, lengths, batch))
-        if configured is not None:
-            about_configured += outlook.rank({configured: lengths[configured]}, batch)
+    rows = [_row(outlook, lengths, batch) for batch in options.batches]
+    own = {configured: lengths[configured]} if configured is not None else {}
+    about_configured = [choice for batch in options.batches for choice in outlook.rank(own, batch)] if own else []
     widest = configured or max((row.best.shape for row in rows), key=lambda shape: (shape.window_width, shape.num_draft_tokens))
     fitting = capacity(config, pair, model, widest, context, device=device, dtype=dtype, memory=hardware.memory)
     maximum = fitting.rows or LARGEST_BATCH
