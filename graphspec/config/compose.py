@@ -256,21 +256,34 @@ def explain(error: Exception, words: Sequence[str]) -> ConfigError:
     groups = config_groups()
     group, _, choice = str(getattr(error, "missing_cfg_file", None) or "").partition("/")
     if group in groups:
-        if choice in groups[group]:  # the catalog has it
-            file = resources.files(CONFIG_MODULE) / group / f"{choice}.yaml"
-            return ConfigError(f"{group}={choice}", f"the file {file}, with the line name: {choice}", "no such file")
-        hint = SWEEP if "," in choice else closest(choice, groups[group])
-        if group == "model":
-            hint = f"{hint} a checkpoint is model=./folder, or model=org/name of the Hugging Face Hub".lstrip()
-        return ConfigError(group, groups[group], repr(choice.removesuffix(".yaml")), hint)
+        return _explain_choice(group, choice, groups[group])
     full_key = next((key for one in _chain(error) if (key := getattr(one, "full_key", None))), None)
-    if full_key is None:
-        odd = (word for word in words if f"'{word}'" in str(error) or not _parses(word, groups))
-        word = getattr(error, "override", None) or next(odd, " ".join(words) or CONFIG_NAME)
-        key, _, value = word.partition("=")
-        launcher = re.search(r"Could not find 'hydra/launcher/([^_']+)", str(error))
-        hint = f"pip install hydra-{launcher[1]}-launcher" if launcher else SWEEP if "," in value else ""
-        return ConfigError(cut(word), groups.get(key) or "words that make a configuration", _first_line(error), hint)
+    return _explain_words(error, words, groups) if full_key is None else _explain_value(full_key, words)
+
+
+def _explain_choice(group: str, choice: str, choices: Sequence[str]) -> ConfigError:
+    """A choice of a group that has no file."""
+    if choice in choices:  # the catalog has it
+        file = resources.files(CONFIG_MODULE) / group / f"{choice}.yaml"
+        return ConfigError(f"{group}={choice}", f"the file {file}, with the line name: {choice}", "no such file")
+    hint = SWEEP if "," in choice else closest(choice, choices)
+    if group == "model":
+        hint = f"{hint} a checkpoint is model=./folder, or model=org/name of the Hugging Face Hub".lstrip()
+    return ConfigError(group, choices, repr(choice.removesuffix(".yaml")), hint)
+
+
+def _explain_words(error: Exception, words: Sequence[str], groups: Mapping[str, Sequence[str]]) -> ConfigError:
+    """A word that Hydra can't read: the one that it names, or the first that does not parse."""
+    odd = (word for word in words if f"'{word}'" in str(error) or not _parses(word, groups))
+    word = getattr(error, "override", None) or next(odd, " ".join(words) or CONFIG_NAME)
+    key, _, value = word.partition("=")
+    launcher = re.search(r"Could not find 'hydra/launcher/([^_']+)", str(error))
+    hint = f"pip install hydra-{launcher[1]}-launcher" if launcher else SWEEP if "," in value else ""
+    return ConfigError(cut(word), groups.get(key) or "words that make a configuration", _first_line(error), hint)
+
+
+def _explain_value(full_key: str, words: Sequence[str]) -> ConfigError:
+    """A key that does not exist, or a value of another type than its key has."""
     while (schema := _schema_of(full_key.rpartition(".")[0])) is None:
         # An entry of a mapping: report the mapping, a key that the user knows.
         full_key = full_key.rpartition(".")[0]

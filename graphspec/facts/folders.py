@@ -90,11 +90,7 @@ def _heads(path: str) -> dict[str, Path]:
 
 
 def _existing(key: str, folder: Path) -> Path:
-    """``folder``, if it is one.
-
-    Raises:
-        CheckpointError: it is not; names ``key``.
-    """
+    """``folder``, if it is one."""
     if folder.suffix == ".gguf" and folder.is_file():
         return gguf_folder(folder)
     if not folder.is_dir():

@@ -158,11 +158,7 @@ def _granite(header: GgufHeader) -> dict[str, Any]:
 
 
 def _kinds(header: GgufHeader, period: int, windowed: bool) -> list[str]:
-    """Kinds of layers: as the file lists them, else every ``period``-th sees everything.
-
-    Raises:
-        CheckpointError: a list that is none.
-    """
+    """Kinds of layers: as the file lists them, else every ``period``-th sees everything."""
     key = _key(header, "attention.sliding_window_pattern")
     count, stated = integer(header, _key(header, "block_count")), header.metadata.get(key)
     if isinstance(stated, int) and not isinstance(stated, bool) and stated > 0:
@@ -220,11 +216,7 @@ def _gemma3(header: GgufHeader) -> dict[str, Any]:
 
 
 def _by_layer(header: GgufHeader, name: str) -> list[int]:
-    """One whole number above 0 for each layer, which files may have as one number for all.
-
-    Raises:
-        CheckpointError: something else.
-    """
+    """One whole number above 0 for each layer, which files may have as one number for all."""
     key, count = _key(header, name), integer(header, _key(header, "block_count"))
     value = header.metadata.get(key)
     found: list[Any] = value if isinstance(value, list) else [value] * count
@@ -312,11 +304,7 @@ def _glm4(header: GgufHeader) -> dict[str, Any]:
 
 
 def _correcting(header: GgufHeader) -> dict[str, Any]:
-    """DeepSeek-V3's routing in one group.
-
-    Raises:
-        CheckpointError: another routing.
-    """
+    """DeepSeek-V3's routing in one group."""
     if (function := header.metadata.get(_key(header, "expert_gating_func"), _SIGMOID)) != _SIGMOID:
         raise header.error(_key(header, "expert_gating_func"), f"{_SIGMOID} (sigmoid)", f"found {function}")
     return {

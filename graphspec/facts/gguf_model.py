@@ -199,11 +199,7 @@ def _rope(headers: list[GgufHeader], arch: str, head_dim: int) -> dict[str, Any]
 
 
 def _divisors(header: GgufHeader, head_dim: int) -> tuple[float, ...]:
-    """Those of the frequencies, which this file has.
-
-    Raises:
-        CheckpointError: not one float32 for each pair of a head.
-    """
+    """Those of the frequencies, which this file has."""
     file, tensor = header.file, header.tensors[_FREQUENCIES]
     if tensor.type != "F32" or tensor.shape != (head_dim // 2,):
         raise CheckpointError(f"{file}: {_FREQUENCIES}", f"F32 of shape {[head_dim // 2]}", f"{tensor.type} of shape {list(tensor.shape)}")
@@ -213,11 +209,7 @@ def _divisors(header: GgufHeader, head_dim: int) -> tuple[float, ...]:
 
 
 def _turning_share(header: GgufHeader, head_dim: int) -> float:
-    """The share of a head's pairs that turn, the first ones.
-
-    Raises:
-        CheckpointError: divisors that say something else.
-    """
+    """The share of a head's pairs that turn, the first ones."""
     found = _divisors(header, head_dim)
     turning = sum(divisor == 1 for divisor in found)
     if not turning or any(divisor != 1 for divisor in found[:turning]) or not all(divisor > _STANDING for divisor in found[turning:]):
@@ -226,11 +218,7 @@ def _turning_share(header: GgufHeader, head_dim: int) -> float:
 
 
 def _llama3_factor(header: GgufHeader, theta: float, head_dim: int) -> float:
-    """The factor of Llama 3's scaling, whose divisors this file has.
-
-    Raises:
-        CheckpointError: divisors of another scaling.
-    """
+    """The factor of Llama 3's scaling, whose divisors this file has."""
     file, found = header.file, _divisors(header, head_dim)
     factor, count = max(found), len(found)
     if not factor >= 1 or not theta > 1:

@@ -19,11 +19,7 @@ _NO_LIMIT: tuple[object, ...] = (None, float("inf"), {"__float__": "Infinity"})
 
 
 def _list_layers(keys: Keys, key: str, kinds: tuple[str, ...]) -> list[str]:
-    """The kinds of the layers under their newer names, one recurrent or attending layer at least.
-
-    Raises:
-        CheckpointError: another value, or no layer that attends.
-    """
+    """The kinds of the layers under their newer names, one recurrent or attending layer at least."""
     value = keys.values.get(key)
     layers = [_OLDER.get(kind, kind) if isinstance(kind, str) else kind for kind in value] if isinstance(value, list) else None
     if not layers or len(layers) > MAX_LAYERS or not all(kind in kinds for kind in layers):

@@ -351,31 +351,44 @@ def _fill_packed_experts(
         if cut is not None:
             whole = _turns(cut.shards) if rule.interleaved else joined(*cut.shards)
             shards = cut.shards if len(sources) == len(cut.shards) and not rule.interleaved else (whole,)
-        for source, shard in zip(sources, shards, strict=True):
-            own = [rows // len(sources), channels]
-            if cut is not None and shard is not None:
-                own[cut.dim] = shard.full_size
-            checkpoint.check(source, (each * own[0], own[1]))
-            if not checkpoint.is_packed(source):
-                raise CheckpointError(checkpoint.key(source), "codes, as other experts of the layer have", "numbers")
-            codes = checkpoint.codes(source, outline=device.type == "meta")
-            segment: Segment | None = codes
-            if cut is not None and shard is not None:
-                by_rows = cut.dim == -2
-                if by_rows:
-                    pieces = [(expert * own[0] + at, length) for expert in range(each) for at, length in shard.pieces]
-                    shard = Shard(each * own[0], tuple(pieces), each * shard.size)
-                segment = shard_of(codes, 0 if by_rows else 1, shard)
-            if segment is None:
-                expected, hint = f"groups of channels that divide those of a rank, {channels}", "runtime.tensor_parallel"
-                raise CheckpointError(checkpoint.key(source), expected, _groups(codes), hint)
-            found.append(cast("Packed", segment))
+        own = (rows // len(sources), channels)
+        found += [_expert_codes(source, each, own, cut, shard, checkpoint, device) for source, shard in zip(sources, shards, strict=True)]
     weight = stacked(found)
     if weight is None:
         raise CheckpointError(checkpoint.key(blocks[0][0]), "experts of one format, and channels in one order", "several")
     if rule.interleaved:
         weight = take_rows(weight, _two_by_two(torch.arange(experts * rows).view(experts, rows)).flatten())
     owner.set_experts(leaf, PackedWeight((weight,), dtype).to(device))
+
+
+def _expert_codes(
+    source: str,
+    experts: int,
+    shape: tuple[int, int],
+    cut: ParameterShards | None,
+    shard: Shard | None,
+    checkpoint: Checkpoint,
+    device: torch.device,
+) -> Packed:
+    """Codes of a tensor that holds ``experts`` matrices of this shape below each other: this rank's part of each, if ranks share them."""
+    whole = list(shape)
+    if cut is not None and shard is not None:
+        whole[cut.dim] = shard.full_size
+    checkpoint.check(source, (experts * whole[0], whole[1]))
+    if not checkpoint.is_packed(source):
+        raise CheckpointError(checkpoint.key(source), "codes, as other experts of the layer have", "numbers")
+    codes = checkpoint.codes(source, outline=device.type == "meta")
+    if cut is None or shard is None:
+        return codes
+    by_rows = cut.dim == -2
+    if by_rows:
+        pieces = [(expert * whole[0] + at, length) for expert in range(experts) for at, length in shard.pieces]
+        shard = Shard(experts * whole[0], tuple(pieces), experts * shard.size)
+    part = shard_of(codes, 0 if by_rows else 1, shard)
+    if part is None:
+        expected, hint = f"groups of channels that divide those of a rank, {shape[1]}", "runtime.tensor_parallel"
+        raise CheckpointError(checkpoint.key(source), expected, _groups(codes), hint)
+    return cast("Packed", part)
 
 
 def fill(

@@ -117,11 +117,7 @@ def _check_values(key: str, schema: dict[str, Any]) -> None:
 
 
 class _Checker:
-    """Checks and writes the parts of one schema.
-
-    Args:
-        root: the whole schema.
-    """
+    """Checks and writes the parts of one schema."""
 
     def __init__(self, root: Any) -> None:
         self._root = root

@@ -175,11 +175,7 @@ class GgufFile:
             self._orders[name] = torch.arange(tensor.shape[0]).view(heads, -1, 2).transpose(1, 2).flatten()
 
     def _place(self, name: str, tiles: Tiling) -> None:
-        """Note where the value heads of a tensor lie.
-
-        Raises:
-            CheckpointError: it has another number of rows or columns.
-        """
+        """Note where the value heads of a tensor lie."""
         file, tensor = self._tensors[name]
         extent = tensor.shape[1 if tiles.columns else 0]
         if extent != (wanted := tiles.before + tiles.repeats * tiles.key_heads * tiles.size):
