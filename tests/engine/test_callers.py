@@ -254,8 +254,11 @@ class Callers(RuleBasedStateMachine):
 
 @pytest.mark.parametrize(
     "keys",
-    [{"variant": "none", "cycles_in_flight": 2}, {**CHAIN, "num_pages": 26}, {**TREE, "cycles_in_flight": 2}],
-    ids=["plain", "chain, short of pages", "tree"],
+    [
+        pytest.param({"variant": "none", "cycles_in_flight": 2}, id="plain", marks=pytest.mark.full),
+        pytest.param({**CHAIN, "num_pages": 26}, id="chain, short of pages"),
+        pytest.param({**TREE, "cycles_in_flight": 2}, id="tree"),
+    ],
 )
 def test_every_request_gets_the_tokens_of_a_run_of_its_own(pair: Pair, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     held = Lockstep(monkeypatch)

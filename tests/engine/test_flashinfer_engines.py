@@ -275,7 +275,7 @@ def test_a_target_that_drafts_for_itself(structure: str, monkeypatch: pytest.Mon
     assert all(r.metrics.cycle_tokens == [4, 4, 1] for r in direct)
 
 
-@pytest.mark.parametrize("model", ["deepseek", "llama"])
+@pytest.mark.parametrize("model", [pytest.param("deepseek", marks=pytest.mark.full), "llama"])
 def test_programs_compile_whole(
     engine: Engine, stand_ins: StandIns, attentive: Path, llama: Pair, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

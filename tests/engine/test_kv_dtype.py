@@ -32,6 +32,10 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [*ids(llm.generate(prompts(3), GREEDY)), *ids(llm.generate(prompts(3), SEEDED))]
 
 
+def seeded(llm: LLM) -> list[list[int]]:
+    return ids(llm.generate(prompts(3), SEEDED))
+
+
 @pytest.mark.parametrize(("kv_dtype", "runtime"), [("bfloat16", "compiled"), ("float16", "compiled"), ("bfloat16", "eager")])
 def test_drafting_emits_the_tokens_of_plain_decoding_with_the_same_pools(pair: Pair, kv_dtype: str, runtime: str) -> None:
     keys: dict[str, Any] = {"runtime": runtime, "kv_dtype": kv_dtype, "page_size": 4, "max_rows": 3, "buckets": [3]}
@@ -79,7 +83,8 @@ def test_experts_of_a_mixture_take_16_bits_too(tmp_path: Path) -> None:
     narrow, float32, wide = (
         LLM(str(source), dtype="bfloat16", **keys), LLM(str(rounded), kv_dtype="bfloat16", **keys), LLM(str(source), **keys)
     )  # fmt: skip
-    assert tokens(narrow) == tokens(float32)
+    # Each class of requests is compiled anew; this one reads every number that the other does.
+    assert seeded(narrow) == seeded(float32)
 
     def held(llm: LLM) -> int:
         return sum(module.native_gate_up.nbytes for module in llm.cycle.target.modules() if isinstance(module, MixtureOfExperts))

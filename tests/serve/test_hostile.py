@@ -23,6 +23,10 @@ MAX_ENCODED = 100_000
 """Characters that may be encoded for all of the catalogue together; one of its texts has 36 times as many."""
 
 
+ATTACKS = 6
+"""Hostile inputs of the soak that are waited for; each of them has a test of its own above."""
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     with LLM(model="demo", variant="eagle3", runtime="eager") as llm, serving(llm) as found:
@@ -128,7 +132,7 @@ def test_clients_of_the_soak(server: Served, honest: Honest) -> None:
     async def run() -> None:
         leave = asyncio.Event()
         tasks = [asyncio.ensure_future(client(target, waits[name], leave, random.Random(1))) for name, client in kinds.items()]
-        while not all(each.waits for each in waits.values()) or log.qsize() < 12:
+        while not all(each.waits for each in waits.values()) or log.qsize() < ATTACKS:
             await asyncio.sleep(0.05)
         leave.set()
         await asyncio.gather(*tasks)
@@ -136,7 +140,7 @@ def test_clients_of_the_soak(server: Served, honest: Honest) -> None:
     asyncio.run(run())
     stop.set()
     hostile.join()
-    assert log.get() is None and all(began <= ended and status != "500" for began, ended, _, status in (log.get() for _ in range(12)))
+    assert log.get() is None and all(began <= ended and status != "500" for began, ended, _, status in (log.get() for _ in range(ATTACKS)))
     assert not any(each.broken for each in waits.values()) and waits["health"].statuses["200"]
     assert all(each.figures([(0, float("inf"))])["max"] > 0 for each in waits.values())
     honest.goes_on()

@@ -65,8 +65,10 @@ def server(llm: LLM) -> Iterator[Served]:
 def test_a_structured_completion_equals_the_engines(
     server: Served, llm: LLM, fields: dict[str, Any], structured: Structured | None
 ) -> None:
-    [output] = llm.chat(QUESTION, SamplingParams(temperature=1.0, structured=structured, max_tokens=60, seed=5))
-    body = {"messages": QUESTION, "max_tokens": 60, "seed": 5, **fields}
+    # One of the answers ends where its grammar does; the others are forms of the same requests.
+    length = 60 if fields.get("response_format", {}).get("type") == "json_schema" else 20
+    [output] = llm.chat(QUESTION, SamplingParams(temperature=1.0, structured=structured, max_tokens=length, seed=5))
+    body = {"messages": QUESTION, "max_tokens": length, "seed": 5, **fields}
     [choice] = server.chat(**body)["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == (output.text, output.finish_reason)
     chunks = server.chunks("/v1/chat/completions", **body)
