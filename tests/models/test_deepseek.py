@@ -37,7 +37,7 @@ from tests.support.moe_checkpoints import (
     write_mixture,
 )
 
-from .test_models import in_float64
+from .test_models import assert_logits_and_taps
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,21 +77,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_logits_and_taps_equal_transformers(name: str, tmp_path: Path) -> None:
     family, overrides = CASES[name]
     model = build_mixture(family, **overrides)
-    taps = (0, 2)
-    facts = read_model_facts(write_hf(model, tmp_path, shard_size="40KB" if "tied" in name else None))
-    ours = load_target(facts, taps, LENGTH, torch.float32, "cpu")
-    token_BT = torch.randint(0, VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(3))
-    theirs, oracle = (m(token_BT, output_hidden_states=True) for m in (model, in_float64(model)))
-    found = ours(token_BT, DenseAttention.prompt(2, LENGTH))
-    assert found.feature_BTF is not None
-    pairs = [(ours.logits(found.hidden_BTH), theirs.logits, oracle.logits)]
-    pairs += [
-        (feature, theirs.hidden_states[tap], oracle.hidden_states[tap])
-        for feature, tap in zip(found.feature_BTF.chunk(2, dim=-1), taps, strict=True)
-    ]
-    for mine, reference, exact in pairs:
-        assert (mine - exact).abs().max() <= 2 * (reference - exact).abs().max() + torch.finfo(torch.float32).eps * exact.abs().max()
-    assert torch.equal(pairs[0][0].argmax(-1), theirs.logits.argmax(-1))
+    assert_logits_and_taps(model, write_hf(model, tmp_path, shard_size="40KB" if "tied" in name else None), LENGTH, (0, 2))
 
 
 @pytest.mark.parametrize(

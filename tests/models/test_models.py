@@ -148,30 +148,32 @@ def in_float64(model: Any) -> Any:
     return wide
 
 
+def assert_logits_and_taps(model: Any, folder: Any, length: int, taps: tuple[int, ...]) -> None:
+    """Logits, hidden states and tapped features of two random prompts are as close to float64 as transformers' are."""
+    ours = load_target(read_model_facts(folder), taps, length, torch.float32, "cpu")
+    token_BT = torch.randint(0, VOCAB_SIZE, (2, length), generator=torch.Generator().manual_seed(3))
+    theirs, oracle = (each(token_BT, output_hidden_states=True) for each in (model, in_float64(model)))
+    found = ours(token_BT, DenseAttention.prompt(2, length))
+    assert found.feature_BTF is not None
+    logits = ours.logits(found.hidden_BTH)
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits.argmax(-1), theirs.logits.argmax(-1))
+    places = (-1, *taps)
+    states = (found.hidden_BTH, *found.feature_BTF.chunk(len(taps), dim=-1))
+    pairs = [(logits, theirs.logits, oracle.logits)]
+    pairs += [(mine, theirs.hidden_states[at], oracle.hidden_states[at]) for mine, at in zip(states, places, strict=True)]
+    for mine, reference, exact in pairs:
+        error, allowed = (mine - exact).abs().max(), (reference - exact).abs().max()
+        assert error <= 2 * allowed + torch.finfo(torch.float32).eps * exact.abs().max()
+
+
 @pytest.mark.parametrize("name", marked(CASES, lambda name: architecture_of(CASES[name][0]), "logits"))
 @torch.inference_mode()
 def test_logits_and_taps_equal_transformers(name: str, tmp_path: Any) -> None:
     family, overrides = CASES[name]
     model = build_hf(family, **overrides)
-    facts = read_model_facts(write_hf(model, tmp_path, shard_size="40KB" if "tied" in name or "bias" in name else None))
-    ours = load_target(facts, TAPS, LENGTH, torch.float32, "cpu")
-    token_BT = torch.randint(0, VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(3))
-    theirs = model(token_BT, output_hidden_states=True)
-    oracle = in_float64(model)(token_BT, output_hidden_states=True)
-    found = ours(token_BT, DenseAttention.prompt(2, LENGTH))
-    assert found.feature_BTF is not None
-    logits = ours.logits(found.hidden_BTH)
-    assert logits.dtype == torch.float32
-
-    def check(mine: torch.Tensor, reference: torch.Tensor, exact: torch.Tensor) -> None:
-        error, allowed = (mine - exact).abs().max(), (reference - exact).abs().max()
-        assert error <= 2 * allowed + torch.finfo(torch.float32).eps * exact.abs().max()
-
-    check(logits, theirs.logits, oracle.logits)
-    assert torch.equal(logits.argmax(-1), theirs.logits.argmax(-1))
-    check(found.hidden_BTH, theirs.hidden_states[-1], oracle.hidden_states[-1])
-    for feature, tap in zip(found.feature_BTF.chunk(len(TAPS), dim=-1), TAPS, strict=True):
-        check(feature, theirs.hidden_states[tap], oracle.hidden_states[tap])
+    folder = write_hf(model, tmp_path, shard_size="40KB" if "tied" in name or "bias" in name else None)
+    assert_logits_and_taps(model, folder, LENGTH, TAPS)
 
 
 @torch.inference_mode()
