@@ -37,6 +37,8 @@ CONFIG_NAME = "config"
 VERSION_BASE = "1.3"
 HYDRA_ERRORS = (HydraException, OmegaConfBaseException, ValueError, OSError, RecursionError)
 """Exceptions that Hydra, its parser and OmegaConf raise for invalid arguments."""
+PROVIDER = "graphspec"
+"""Whose entries of Hydra's store these are."""
 NO_INTERPOLATION = "a value without ${...}: nothing is looked up in other keys or in the environment"
 SWEEP = "several values are a sweep: add --multirun; a list is [a,b]"
 FILE_EXPERIMENT = "from_file"
@@ -235,20 +237,23 @@ def register_schema() -> None:
     acceptance rule from an entry point, and an empty preset of ``train`` for each variant without one.
     """
     store = ConfigStore.instance()
-    schema = OmegaConf.structured(LaunchConfig)
-    # Mappings with keys of the user's choice.
-    for mapping in (schema.sampling.logit_bias, schema.runtime.depth_per_bucket, schema.adaptive.times, schema.train.network):
-        OmegaConf.set_struct(mapping, False)
-    store.store(name="schema", node=schema, provider="graphspec")
+    known = store.repo.get("schema.yaml")
+    # Making it takes as long as composing a configuration does. Another application may have a schema of its own.
+    if known is None or known.provider != PROVIDER:
+        schema = OmegaConf.structured(LaunchConfig)
+        # Mappings with keys of the user's choice.
+        for mapping in (schema.sampling.logit_bias, schema.runtime.depth_per_bucket, schema.adaptive.times, schema.train.network):
+            OmegaConf.set_struct(mapping, False)
+        store.store(name="schema", node=schema, provider=PROVIDER)
     trained = config_groups()["train"]
     for variant in all_variants():
         if variant.name not in VARIANTS:
-            store.store(group="variant", name=variant.name, node={"name": variant.name}, provider="graphspec")
+            store.store(group="variant", name=variant.name, node={"name": variant.name}, provider=PROVIDER)
         if variant.name not in trained:
             # conf/config.yaml follows the variant; one that is not trained has no preset.
-            store.store(group="train", name=variant.name, node={}, provider="graphspec")
+            store.store(group="train", name=variant.name, node={}, provider=PROVIDER)
     for rule in all_acceptance_rules()[len(ACCEPTANCE_RULES) :]:
-        store.store(group="accept", name=rule.name, node={"rule": rule.name}, provider="graphspec")
+        store.store(group="accept", name=rule.name, node={"rule": rule.name}, provider=PROVIDER)
 
 
 def explain(error: Exception, words: Sequence[str]) -> ConfigError:
