@@ -500,7 +500,7 @@ def test_a_quantised_target_is_planned_by_its_bytes(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     "words",
     [
-        ("model=llama-3.1-70b", "hardware=h200"),
+        pytest.param(("model=llama-3.1-70b", "hardware=h200"), marks=pytest.mark.full),
         ("model=llama-3.1-8b", "hardware=rtx4090", "plan.context=131072"),
         ("model=llama-3.1-8b", "hardware=rtx4090", "hardware.memory_gib=18"),
     ],
