@@ -77,6 +77,11 @@ def fake_plan(shape: str, rule: str = "match") -> Plan:
     return structure_plan(shape, device="cuda", runtime="captured", rule=rule)
 
 
+def widest_and_narrowest(plan: Plan, sampling: SamplingClass) -> list[GraphKey]:
+    """Cycles of the largest bucket and of the smallest, of one lane: those between differ in sizes alone, and are in the full tier."""
+    return [key for key in plan.graph_keys(sampling) if key.bucket in (plan.buckets[0], plan.buckets[-1])]
+
+
 RULES = [("none", "rejection"), ("chain", "rejection"), ("chain", "target_only"), ("tree", "target_only"), ("two-words", "target_only"),
          ("chain", "synthetic"), ("tree", "synthetic")]  # fmt: skip
 
@@ -97,7 +102,7 @@ def test_the_whole_cycle_needs_no_host(shape: str, sampling: SamplingClass) -> N
     assert (plan.num_words > 1) == (shape == "two-words")
     with FakeTensorMode():
         program = FakeProgram(plan)
-        counts = [program.build(key).run() for key in plan.graph_keys(sampling)[: 1 if sampling.bias else None]]
+        counts = [program.build(key).run() for key in widest_and_narrowest(plan, sampling)[: 1 if sampling.bias else None]]
     assert min(counts) > 100
 
 
@@ -106,8 +111,18 @@ def test_no_drafter_needs_the_host(structure: str) -> None:
     plan = fake_plan(structure)
     with FakeTensorMode():
         program = FakeProgram(plan)
-        counts = [program.build(key).run() for key in (*plan.graph_keys(SAMPLED), PrefillKey(16, SAMPLED))]
+        counts = [program.build(key).run() for key in (*widest_and_narrowest(plan, SAMPLED), PrefillKey(16, SAMPLED))]
     assert min(counts) > 50
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["reference", "fused"])
+@pytest.mark.parametrize("structure", [*STRUCTURES, *HYBRIDS])
+def test_no_bucket_needs_the_host(structure: str, mode: str) -> None:
+    plan = structure_plan(structure, device="cuda", runtime="captured", mode=mode)
+    with FakeTensorMode():
+        program = FakeProgram(plan)
+        assert min(program.build(key, mode).run() for key in plan.graph_keys(SAMPLED)) > 10
 
 
 @pytest.mark.parametrize("mode", ["reference", "fused"])
@@ -122,11 +137,11 @@ def test_no_depth_needs_the_host(structure: str, mode: str) -> None:
 
 @pytest.mark.parametrize("structure", [*STRUCTURES, *HYBRIDS])
 def test_fused_kernels_need_no_host(structure: str) -> None:
-    """Every bucket and the prefill; what runs between the operators, and the operators' own promises of shape, dtype and device."""
+    """Cycles and the prefill; what runs between the operators, and the operators' own promises of shape, dtype and device."""
     plan = structure_plan(structure, device="cuda", runtime="captured", mode="fused")
     with FakeTensorMode():
         program = FakeProgram(plan)
-        keys = (*plan.graph_keys(SAMPLED), plan.graph_keys(CLASSES["all"])[0], PrefillKey(16, SAMPLED))
+        keys = (*widest_and_narrowest(plan, SAMPLED), plan.graph_keys(CLASSES["all"])[0], PrefillKey(16, SAMPLED))
         counts = [program.build(key, "fused").run() for key in keys]
     assert min(counts) > 10
 

@@ -1,4 +1,4 @@
-// Noise, and the sampled token of each row of logits. The references define the fields; sampling.py fills them.
+// Noise, and the sampled token of each row of logits. The references define the fields; cycle.py fills them.
 
 #include <algorithm>
 #include <cstdint>
