@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -303,6 +304,8 @@ def test_shapes_on_paper_have_no_weights() -> None:
         "gpt-oss-20b",
         "llama-3.1-70b",
         "llama-3.1-8b",
+        "llama-3.1-8b-fp8",
+        "llama-3.1-8b-int4",
         "qwen3.6-27b",
         "qwen3.6-27b-fp8",
     ]
@@ -364,6 +367,16 @@ def test_lists_of_layers_that_keep_their_numbers() -> None:
     codes = {name: scheme and (scheme.code, scheme.group) for name, scheme in found.items()}
     assert codes == {"self_attn.q_proj": None, "mlp.gate_proj": ("e4m3", 0), "mlp.up_proj": ("int4", 32), "mlp.down_proj": None}
     assert read.scheme("lm_head") is None
+
+
+@pytest.mark.parametrize(("name", "bytes_of"), [("fp8", lambda o, c: o * c + 2 * o), ("int4", lambda o, c: o * c // 2 + 2 * o * c // 128)])
+def test_llama_of_low_precision_by_hand(name: str, bytes_of: Callable[[int, int], int]) -> None:
+    """Llama-3.1-8B: the projections of its 32 layers are codes; embedding and head keep bfloat16."""
+    weights, plain = floor_model(f"llama-3.1-8b-{name}", "none").target_weights, floor_model("llama-3.1-8b", "none").target_weights
+    shapes = ((4096 + 2 * 1024, 4096), (4096, 4096), (2 * 14336, 4096), (4096, 14336))
+    saved = sum(2 * outputs * channels - bytes_of(outputs, channels) for outputs, channels in shapes)
+    assert weights.numbers == plain.numbers and weights.sizes["head"] == plain.sizes["head"]
+    assert plain.sizes["layers"] - weights.sizes["layers"] == 32 * saved
 
 
 def test_qwen_in_fp8_by_hand() -> None:
