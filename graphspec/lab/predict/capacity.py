@@ -9,6 +9,7 @@ import shlex
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -313,7 +314,7 @@ def _alternatives(
     alone = replace(pair, draft=None), replace(model, draft=None, draft_own=None, draft_weights=())
     if pair.draft is not None and _fits(plain, *alone, PLAIN, found.context, dtype, memory):
         yield Alternative("plain decoding, without the draft", _command(plain))
-    for name, larger in sorted(_known_hardware(), key=lambda entry: entry[1]):
+    for name, larger in _known_hardware():
         if name != config.hardware.name and _fits(config, pair, model, shape, found.context, dtype, larger):
             yield Alternative(f"{name}, which has {spell_bytes(larger)}", _command(config, hardware=name))
             return
@@ -325,14 +326,13 @@ def _fits(config: LaunchConfig, pair: ModelPair, model: FloorModel, shape: Cycle
     return bool(found.rows)
 
 
-def _known_hardware() -> Iterator[tuple[str, int]]:
-    """GPUs of the ``hardware`` group with their bytes of memory."""
-    for file in files("graphspec.conf").joinpath("hardware").iterdir():
-        name = file.name.removesuffix(".yaml")
-        if name not in ("auto", "cpu"):
-            hardware = load_config(f"hardware={name}").hardware
-            if hardware.capacity_gib is not None:
-                yield name, int(hardware.capacity_gib * 2**30)
+@cache
+def _known_hardware() -> tuple[tuple[str, int], ...]:
+    """GPUs of the ``hardware`` group with their bytes of memory, the smallest first."""
+    names = (file.name.removesuffix(".yaml") for file in files("graphspec.conf").joinpath("hardware").iterdir())
+    sizes = {name: load_config(f"hardware={name}").hardware.capacity_gib for name in names if name not in ("auto", "cpu")}
+    found = ((name, int(size * 2**30)) for name, size in sizes.items() if size is not None)
+    return tuple(sorted(found, key=lambda entry: entry[1]))
 
 
 def _command(config: LaunchConfig, *words: str, hardware: str | None = None) -> str:
