@@ -21,8 +21,7 @@ import torch
 from graphspec.errors import ResourceError
 from graphspec.host.native_build import cpu_flags, find_compiler
 from graphspec.kernels.linear.packed import Packed
-from graphspec.kernels.native import multiply_packed
-from graphspec.kernels.native.pack import pack_codes, pack_linear
+from graphspec.kernels.native import multiply_packed, pack_codes, pack_linear
 from graphspec.lab.measure.provenance import provenance, result_file, write_jsonl
 
 GROUP = 32
