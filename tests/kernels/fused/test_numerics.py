@@ -15,8 +15,8 @@ import torch
 
 from graphspec.api.llm import LLM
 from graphspec.engine.request import SamplingParams
+from perf.committed_logits import committed
 from tests.support.checkpoints import VOCAB_SIZE, build_hf, write_hf
-from tests.support.committed_logits import committed
 from tests.support.engines import prompts
 
 KEYS: dict[str, Any] = {
