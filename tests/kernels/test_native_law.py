@@ -5,6 +5,7 @@ The output layer has every row twice, so that tokens tie.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ KEYS: dict[str, Any] = {
     "runtime": "compiled", "max_rows": 2, "buckets": [1, 2], "max_context": 64, "prefill_chunks": [4, 8], "sampling_classes": ["noise"],
 }  # fmt: skip
 COUNT, TOKENS = 5, 20
+COMPILED = ("ngram_trie", "p_eagle", "dflash")
+"""Drafters for which something is compiled, which takes most of a minute."""
 
 
 class Family:
@@ -39,7 +42,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "variant",
-    ["ngram", *(pytest.param(name, marks=[] if name in ("eagle3", "dflash") else pytest.mark.full) for name in ("ngram_trie", *NETWORKS))],
+    ["ngram", *(pytest.param(name, marks=pytest.mark.full if name in COMPILED else []) for name in ("ngram_trie", *NETWORKS))],
 )
 def test_every_drafter_keeps_the_bits(family: Family, variant: str, shape: str) -> None:
     with family.llm(variant, **SHAPES[shape], page_size=1 if shape == "chain" else 64) as llm:
@@ -79,3 +82,22 @@ def test_prefix_hits(family: Family) -> None:
 def test_cycles_in_flight(family: Family, variant: str) -> None:
     with family.llm(variant, **CHAIN, page_size=4, cycles_in_flight=3) as llm:
         assert_same(answered(llm, requests(COUNT, TOKENS)), family.plain)
+
+
+def test_kv_in_16_bits(family: Family) -> None:
+    found = []
+    for variant, shape in (("none", {}), ("eagle3", TREE)):
+        with family.llm(variant, **shape, page_size=16, kv_dtype="bfloat16") as llm:
+            assert llm.plan.numerics == "batch_invariant"
+            found.append(answered(llm, requests(COUNT, TOKENS)))
+    assert_same(found[1], found[0])
+    assert found[0][1] != family.plain[1], "16 bits are other numbers"
+
+
+def test_the_same_kernels_serve_both_numerics(family: Family) -> None:
+    """So the law costs nothing here."""
+    with family.llm("ngram", **TREE, numerics="fast") as fast, family.llm("ngram", **TREE) as law:
+        assert (fast.plan.numerics, law.plan.numerics) == ("fast", "batch_invariant") and fast.decoders == law.decoders
+        kernels = [{one.name: getattr(llm.cycle.kernels, one.name) for one in fields(llm.cycle.kernels)} for llm in (fast, law)]
+        assert kernels[0] == kernels[1]
+        assert_same(answered(fast, requests(COUNT, TOKENS)), family.plain)

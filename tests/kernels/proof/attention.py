@@ -162,6 +162,8 @@ AOT["tree_attention"] = (
 )
 
 AOT["position_attention"] = (
+    _tree_attention("llama-8b-t1", 1, 1, numerics="batch_invariant"),
     _tree_attention("llama-8b-t8", 1, 8, numerics="batch_invariant"),
+    _chunk_attention("llama-8b-c100", 100, numerics="batch_invariant"),
     _tree_attention("d512-t8", 1, 8, heads=64, dim=512, numerics="batch_invariant"),
 )
