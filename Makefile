@@ -20,7 +20,7 @@ PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) $(SPREAD)
 KERNELS := 'kernels and not full and not gpu and not browser and not clients'
 BOTH := 'not full and not gpu and not browser and not clients'
 
-.PHONY: help demo demo-small test test-kernels test-full test-browser test-clients test-oldest fuzz soak soak-server lint format snapshots features features-of-families gpu-check rehearse-gpu acceptance train-demo bench compare guard wheel clean race docs
+.PHONY: help demo demo-small test test-kernels test-full test-browser test-clients test-oldest fuzz soak soak-server lint format snapshots features features-of-families gpu-check rehearse-gpu acceptance train-demo bench same-bits compare guard wheel clean race docs
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -115,6 +115,10 @@ rehearse-gpu: $(STAMP) ## the first call on a GPU, rehearsed without one, with t
 
 bench: $(STAMP) ## measure speed, all sides in one run; docs/benchmarks.md
 	$(BIN)/python -m perf.speed --page
+
+SAME ?=
+same-bits: $(STAMP) ## a real model's tokens and logits with every drafter against plain decoding, bit for bit: hours; SAME="--prompts 20 --max-tokens 24"
+	$(BIN)/python -m perf.same_bits $(SAME)
 
 RACE ?=
 # The demo model's race also has ONNX Runtime, CTranslate2 and OpenVINO: `pip install -e '.[race]'`.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphspec.kernels.attention.fused import latent_attention as fused_attention
 from graphspec.kernels.attention.fused import latent_kv_write as fused_write
+from graphspec.kernels.attention.fused import latent_position_attention as by_position
 from graphspec.kernels.attention.latent_attention import latent_attention
 from graphspec.kernels.attention.latent_chunk_attention import latent_chunk_attention
 from graphspec.kernels.attention.latent_kv_write import latent_kv_write
@@ -86,6 +87,27 @@ def test_latent_attention_depends_on_nothing_else() -> None:
         one["prefix_end_B"] = case["prefix_end_B"][:1] + token
         one["ancestors_BTX"] = torch.ones(1, 1, 2, dtype=torch.int64, device=DEVICE) * torch.tensor([1, 0], device=DEVICE)
         assert torch.equal(fused_attention.OP(**one)[0, 0], out[0, token])
+
+
+@pytest.mark.parametrize(("end", "tokens", "heads", "page_size"), [(2000, 32, 16, 16), (8190, 8, 128, 64), (9000, 100, 16, 1)])
+def test_by_position_latent_attention_has_the_bits_of_plain_decoding(end: int, tokens: int, heads: int, page_size: int) -> None:
+    """Each node's ancestors are a random half of the slots; alone, their rows are in the slots of their positions. 8190: splits double."""
+    case = attention_case([end, end], tokens, heads, page_size, -(-(end + tokens) // page_size))
+    together = by_position.OP(**case)[1]
+    table, words = case["table_BP"][1].tolist(), case["ancestors_BTX"][1].tolist()
+    for token in range(0, tokens, 5):
+        path = [j for j in range(tokens) if words[token][j // 64] >> (j % 64) & 1]
+        if not path:
+            continue
+        pool = case["latent_pool"].clone()
+        for depth, node in enumerate(path):
+            to, source = (divmod(end + slot, page_size) for slot in (depth, node))
+            pool[:, :, table[to[0]], to[1]] = case["latent_pool"][:, :, table[source[0]], source[1]]
+        one = {k: case[k][1:, token : token + 1] for k in ("query_latent_BTQL", "query_rope_BTQR", "prefix_begin_BT")}
+        one |= {"latent_pool": pool, "layer": case["layer"], "scale": case["scale"], "table_BP": case["table_BP"][1:]}
+        one |= {"prefix_end_B": case["prefix_end_B"][1:] + len(path) - 1}
+        one["ancestors_BTX"] = torch.ones(1, 1, 1, dtype=torch.int64, device=DEVICE)
+        assert torch.equal(by_position.OP(**one)[0, 0], together[token])
 
 
 @pytest.mark.references("latent_chunk_attention")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from graphspec import LLM, SamplingParams
-from tests.support.committed_logits import committed
+from perf.committed_logits import committed
 
 pytestmark = pytest.mark.full
 WORDS = (

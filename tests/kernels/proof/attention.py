@@ -41,11 +41,13 @@ AOT["kv_move"] = (
 )
 
 
-def latent_attention_case(name: str, tokens: int, heads: int, slots: int, lanes: int = 1, words: int = 1, page_size: int = 64) -> AotCase:
+def latent_attention_case(
+    name: str, tokens: int, heads: int, slots: int, lanes: int = 1, words: int = 1, page_size: int = 64, numerics: str = "fast"
+) -> AotCase:
     sizes = {"B": lanes, "T": tokens, "Q": heads, "R": 64, "P": slots // page_size, "X": words}
     chunk = "chunk" in name
     return aot_case(
-        name, "latent_chunk_attention" if chunk else "latent_attention", sizes,
+        name, "latent_chunk_attention" if chunk else "latent_attention", sizes, numerics,
         # The strides of a batched product per head, viewed as tokens x heads.
         query_latent_BTQL=torch.empty(heads, lanes * tokens, 512, dtype=torch.bfloat16, device="meta")
         .permute(1, 0, 2).unflatten(0, (lanes, tokens)),
@@ -66,6 +68,17 @@ AOT["latent_attention"] = (
     latent_attention_case("deepseek-v3-chunk256", 256, 128, 8192),
     latent_attention_case("deepseek-v3-chunk2048", 2048, 128, 8192),
     latent_attention_case("deepseek-v2-lite-chunk256", 256, 16, 8192),
+)
+
+AOT["latent_position_attention"] = tuple(
+    latent_attention_case(name, tokens, heads, slots, words=words, page_size=page, numerics="batch_invariant")
+    for name, tokens, heads, slots, words, page in (
+        ("deepseek-v3-t8", 8, 128, 8192, 1, 64),
+        ("deepseek-v3-t1-one-split", 1, 128, 256, 1, 64),
+        ("deepseek-v2-lite-t10-two-words", 10, 16, 8192, 2, 16),
+        ("deepseek-v2-lite-page1", 4, 16, 8192, 1, 1),
+        ("deepseek-v3-chunk8", 8, 128, 8192, 1, 64),
+    )
 )
 
 
@@ -149,6 +162,8 @@ AOT["tree_attention"] = (
 )
 
 AOT["position_attention"] = (
+    _tree_attention("llama-8b-t1", 1, 1, numerics="batch_invariant"),
     _tree_attention("llama-8b-t8", 1, 8, numerics="batch_invariant"),
+    _chunk_attention("llama-8b-c100", 100, numerics="batch_invariant"),
     _tree_attention("d512-t8", 1, 8, heads=64, dim=512, numerics="batch_invariant"),
 )
