@@ -50,7 +50,7 @@ class DraftFacts:
     """Most levels it can draft; None: the shape says."""
 
     target_layers: tuple[int, ...] = ()
-    """By layer of the decoder, the layer of the target whose keys and values it reads; the draft then keeps nothing of any token. Empty: the
+    """By layer of the decoder, the layer of the target whose keys and values it reads; the draft then keeps nothing of a token. Empty: its
     layers have keys and values of their own."""
 
     attention_inputs: ClassVar[int] = 1

@@ -85,7 +85,13 @@ def build_assistant(target: dict[str, Any], *, seed: int = 0, text: dict[str, An
         text: changes of its own text configuration.
         overrides: of the outer configuration.
     """
-    own = {**BASE, **{key: target[key] for key in KV_KEYS if key in target}, "vocab_size": target["vocab_size"], **ASSISTANT, **(text or {})}
+    own = {
+        **BASE,
+        **{key: target[key] for key in KV_KEYS if key in target},
+        "vocab_size": target["vocab_size"],
+        **ASSISTANT,
+        **(text or {}),
+    }
     config = Gemma4AssistantConfig(
         text_config={**copy.deepcopy(own), "model_type": "gemma4_text"}, backbone_hidden_size=target["hidden_size"], **overrides
     )
@@ -103,9 +109,39 @@ def target_keys(kind: str = "dense", **overrides: Any) -> dict[str, Any]:
     return {**BASE, **SHAPES[kind], **overrides}
 
 
+def assisted_sizes(vocab_size: int) -> dict[str, Any]:
+    """Keys of a target of :func:`build_assisted` with that many tokens, none of which ends a text."""
+    sizes = dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), vocab_size)
+    return {**sizes, "eos_token_id": None, "tie_word_embeddings": False, "final_logit_softcapping": 20.0}
+
+
+def build_assisted(kind: str, sizes: dict[str, Any], text: dict[str, Any], outer: dict[str, Any], damp: float = 0.35) -> tuple[Any, Any]:
+    """A target that mostly says the next token of a fixed cycle, and an assistant that mostly knows it. ``damp``: of all that makes them
+    err."""
+    target, assistant = build_gemma4(kind, **sizes), build_assistant(target_keys(kind, **sizes), seed=3, text=text, **outer)
+    generator = torch.Generator().manual_seed(5)
+    order = torch.randperm(sizes["vocab_size"], generator=generator)
+    before = torch.empty_like(order).scatter_(0, order, order.roll(1))
+    with torch.no_grad():
+        for name, parameter in (*target.named_parameters(), *assistant.named_parameters()):
+            if name.endswith(("layernorm.weight", "layernorm_1.weight", "layernorm_2.weight", "input_norm.weight")) and ".post_" in name:
+                parameter.mul_(damp)
+        embedding = target.get_input_embeddings().weight
+        width = embedding.shape[1]
+        target.lm_head.weight.copy_(embedding[before] * 2)
+        projection = torch.randn(assistant.config.text_config.hidden_size, width, generator=generator) / width**0.5
+        assistant.pre_projection.weight[:, :width] = projection
+        assistant.pre_projection.weight[:, width:].mul_(damp)
+        assistant.lm_head.weight.copy_(embedding[before] @ projection.T * 4)
+        if assistant.masked_embedding is not None:
+            rows = assistant.lm_head.weight[assistant.masked_embedding.token_ordering]
+            assistant.masked_embedding.centroids.weight.copy_(rows.unflatten(0, (outer["num_centroids"], -1)).mean(1))
+    return target, assistant
+
+
 @torch.no_grad()
 def committed_states(model: Any, token_BT: torch.Tensor) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """What transformers' assistant reads of its target after these tokens: the last hidden state ``[B, 1, H]``, and by kind of layer the keys
+    """What transformers' assistant reads of its target after these tokens: the last hidden state ``[B, 1, H]``, and by kind of layer keys
     and values ``[B, G, T, D]`` of the last layer that has its own. transformers returns these for targets whose layers share alone.
     """
     config, found = model.config, {}

@@ -61,8 +61,8 @@ def read_assistant_facts(path: str | Path, target: ModelFacts) -> AssistantFacts
 
     A layer reads the keys and values of the target's last layer of its kind, with a window or without, that has its own. Its queries are
     all at the position of the root, whose keys and values do not exist yet. In a layer with a window W, the reference's mask
-    (``Gemma4AssistantForCausalLM.create_attention_masks`` of transformers) counts from the last committed token, W included: such a query at
-    p sees positions from ``p - 1 - W`` on.
+    (``Gemma4AssistantForCausalLM.create_attention_masks`` of transformers) counts from the last committed token, W included: there a query
+    at p sees positions from ``p - 1 - W`` on.
 
     Raises:
         CheckpointError: another kind of draft, a key that is missing, wrong or not supported, or a draft for another target. The message

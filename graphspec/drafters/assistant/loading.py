@@ -56,7 +56,7 @@ def load_assistant(
     """The assistant of a checkpoint, in ``dtype`` on ``device``. It shares the target's embedding.
 
     Raises:
-        CheckpointError: a tensor that is missing, superfluous, or of another shape or dtype; an order of tokens that is none; a damaged file.
+        CheckpointError: a tensor that is missing, superfluous, or of another shape or dtype; an order that lacks a token; a damaged file.
     """
     device = torch.device(device)
     checkpoint = Checkpoint(facts.path, LAYOUT.renamed)

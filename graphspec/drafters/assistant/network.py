@@ -46,7 +46,7 @@ class ClusterHead(nn.Module):
         self.token_V = token_V
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """float32 ``[..., V]`` of hidden states ``[..., H]``. Tokens of the other clusters have the lowest logit of the chosen ones less 1."""
+        """float32 ``[..., V]`` of hidden states ``[..., H]``. Tokens of other clusters get the lowest logit of the chosen ones less 1."""
         scores = self.centroids(hidden, float32=True)
         _, chosen = stable_topk(scores, self.clusters.chosen)
         rows = self.weight.unflatten(0, (self.clusters.count, -1))[chosen].flatten(-3, -2)

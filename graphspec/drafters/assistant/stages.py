@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -51,7 +53,9 @@ class AssistantExtend(AtRoot, DraftExtend):
 
 
 class AssistantSteps(AtRoot, DraftSteps):
-    """Levels 2..S over the K best beams of each."""
+    """Levels 2..S over the K best beams of each; where a beam's own row would lie is not read."""
+
+    reads = tuple(name for name in DraftSteps.reads if name not in ("beam_slot_BK", "beam_position_BK", "beam_end_B"))
 
 
 class AssistantStaticSteps(AtRoot, StaticSteps):
@@ -60,6 +64,10 @@ class AssistantStaticSteps(AtRoot, StaticSteps):
 
 class AssistantPrefill(DraftPrefill):
     """Nothing is drafted after a prompt's tokens, and nothing kept of them: a chunk leaves the feature of its last token."""
+
+    def __init__(self, build: Build, bound: Mapping[int | None, BoundCall]) -> None:
+        super().__init__(build, bound)
+        self.reads = ()
 
     def __call__(self, v: Views, chunk: ChunkRows, feature_BCF: Tensor | None) -> None:
         assert feature_BCF is not None, "the target's hidden states"

@@ -40,7 +40,7 @@ class NetworkStage(Stage):
         own_window: tuple[Tensor, Tensor] | None = None,
         bound: BoundCall | None = None,
     ) -> TreeAttention:
-        """Attention over the row's KV in the drafter's pools, from the first consumed token on; invalid tokens see nothing, so their words are 0.
+        """Attention over the row's KV in the drafter's pools, from the first consumed token on; the words of invalid tokens are 0.
 
         ``own_window``: the same visibility as a prefix's end and words over the slots of these tokens, where that is possible.
         ``bound``: the same attention over latent rows, by a kernel with a host step.
