@@ -12,13 +12,17 @@ from safetensors.torch import load_file, save_file
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 from graphspec import LLM, SamplingParams
+from graphspec.config.catalog import resolve_variant
 from graphspec.drafters.assistant.facts import AssistantFacts, Clusters, read_assistant_facts
 from graphspec.drafters.assistant.loading import ORDERING, load_assistant
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.facts import ModelFacts, read_model_facts
+from graphspec.facts.draft import DraftPass
 from graphspec.kernels import select_kernels
+from graphspec.lab.floor import FloorModel, kv_bytes_per_token
 from graphspec.models.attention import TreeAttention
 from graphspec.models.target import load_target
+from graphspec.shapes import CycleShape
 from tests.support.checkpoints import build_hf, edit_json, edit_tensors, write_hf
 from tests.support.engines import CHAIN, SMALL, TREE, Pair, ids, prompts, watch_schedulers
 from tests.support.features import of_family
@@ -432,3 +436,23 @@ def test_the_unified_name_is_read_alike(tmp_path: Path) -> None:
     edit_json(pair.draft / "config.json", architectures=["Gemma4UnifiedAssistantForCausalLM"])
     found = read_assistant_facts(pair.draft, read_model_facts(pair.target))
     assert (found.target_layers, found.clusters) == (expected.target_layers, expected.clusters)
+
+
+def test_what_it_costs(pairs: Callable[[str], AssistedPair]) -> None:
+    """Nothing is kept of a token; every pass reads the target's keys and values, at most a window, and of the head the chosen clusters."""
+    pair = pairs("inputs")
+    target = read_model_facts(pair.target)
+    facts = read_assistant_facts(pair.draft, target)
+    assert kv_bytes_per_token(facts.decoder, 4) == 0 and facts.decoder.kv_layers == 0
+    assert facts.passes(CycleShape(3, 2, 8)) == (DraftPass("draft_extend", 1, 1), *[DraftPass("draft_steps", 2, 2)] * 2)
+    model = FloorModel.of(target, facts, "float32", resolve_variant("assistant"))
+    first, later, _ = model.stages(CycleShape(2, 1, 3), 1, 100)
+    wide, narrow = 2 * 2 * 16 * 4, 2 * 2 * 8 * 4
+    # Two layers with a window of 6, whose mask is two positions wider from the root on, and one that sees all.
+    assert first.parts["kv"] == later.parts["kv"] == 2 * 8 * narrow + 100 * wide
+    rows = facts.decoder.hidden_size * 4
+    scored = (8 + 64 * 3 / 8) * rows
+    (weights,) = model.draft_weights
+    assert first.parts["weights"] == pytest.approx(weights.sizes["layers"] + scored) and weights.sizes["head"] == (8 + 64) * rows
+    drafting, plain = pair.llm(**CHAIN), pair.llm(variant="none")
+    assert drafting.memory.page_bytes == plain.memory.page_bytes, "a page is as large as without a draft"
