@@ -120,7 +120,7 @@ def test_tokens_are_those_of_plain_decoding(bench: Bench, variant: Variant, shap
 def test_a_preempted_request_resumes_exactly(bench: Bench, variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     preempt, times = Scheduler._preempt, []
     monkeypatch.setattr(Scheduler, "_preempt", lambda self: (times.append(1), preempt(self))[1])
-    llm = bench.llm(variant, **SHAPES["chain"], page_size=4, max_rows=4, num_pages=30)
+    llm = bench.llm(variant, **SHAPES["chain"], page_size=4, max_rows=4, num_pages=24)
     prompt_ids, params = prompts(4, (9, 12, 5, 16), VOCAB), SamplingParams(max_tokens=LENGTH, ignore_eos=True)
     outputs = llm.generate(prompt_ids, params)
     assert times, "short of pages, or the test shows nothing"

@@ -29,6 +29,10 @@ class CatchUp(NetworkStage):
             self.reads = (*self.reads, "draft_begin_1")
             self.bound = self.bind_call("draft", "window", width, width)
 
+    def pools_read(self) -> tuple[str, ...]:
+        """None where writing a token's KV takes no attention."""
+        return super().pools_read() if self.plan.draft_attends else ()
+
     def forward(self, v: Views) -> None:
         width = self.plan.window_capacity
         found = self.window(v, width, math.ceil(width / WORD_BITS))

@@ -26,8 +26,12 @@ class NetworkStage(Stage):
         self.shift = build.plan.variant.shift
         self.pools = draft_pools(self.plan)
         featured = self.plan.feature_width > 0
-        self.reads = (*self.reads, *self.pools, *(self.feature_reads if featured else ()))
+        self.reads = (*self.reads, *self.pools_read(), *(self.feature_reads if featured else ()))
         self.writes = (*self.writes, *own_draft_pools(self.plan), *(self.feature_writes if featured else ()))
+
+    def pools_read(self) -> tuple[str, ...]:
+        """The slots of KV pools that the stage reads."""
+        return self.pools
 
     def attend(
         self,
