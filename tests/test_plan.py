@@ -198,7 +198,10 @@ def test_plain_decoding_takes_no_shape() -> None:
 def test_too_many_nodes_and_unknown_variant() -> None:
     refused("variant.num_draft_tokens", "at most 22", 23, lambda: plan(shape=(3, 3, 23)))
     refused(
-        "variant", "one of none, eagle, eagle3, p_eagle, dflash, standalone, mtp, ngram, ngram_trie", "'medusa'", lambda: plan("medusa")
+        "variant",
+        "one of none, eagle, eagle3, p_eagle, dflash, standalone, mtp, assistant, ngram, ngram_trie",
+        "'medusa'",
+        lambda: plan("medusa"),
     )
     with pytest.raises(ConfigError, match=r"found 'eagle33' \(did you mean eagle3\?\)"):
         resolve_variant("eagle33")

@@ -450,7 +450,7 @@ COMMANDS: dict[str, Command] = {
         _train,
         "train a draft for a target; goes on where it stopped",
         """\
-  variant=eagle3|eagle|p_eagle|dflash|mtp|standalone   the draft
+  variant=eagle3|eagle|p_eagle|dflash|mtp|assistant|standalone   the draft
   model=FOLDER                      the target: demo, or a checkpoint with layers like those of Llama (docs/training.md)
   train.data=self                   conversations that a chat model writes alone; or [FOLDER,FILE,CHATS.jsonl]: texts and conversations
                                     of the kind that will be generated; train.held_out=[...] is never trained on

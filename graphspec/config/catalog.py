@@ -136,6 +136,7 @@ VARIANTS = {
     "dflash": "graphspec.drafters.dflash:VARIANT",
     "standalone": "graphspec.drafters.standalone:VARIANT",
     "mtp": "graphspec.drafters.mtp:VARIANT",
+    "assistant": "graphspec.drafters.assistant:VARIANT",
     "ngram": "graphspec.drafters.ngram:VARIANT",
     "ngram_trie": "graphspec.drafters.ngram_trie:VARIANT",
 }

@@ -120,7 +120,7 @@ class PrefixCache:
     def __init__(self, plan: Plan, allocator: PageAllocator) -> None:
         self.plan, self.allocator = plan, allocator
         self._lookahead = plan.lookback
-        self._unread = plan.window_capacity - 1 if plan.draft is not None else 0
+        self._unread = plan.window_capacity - 1 if plan.draft_reads_tokens else 0
         """The most committed tokens, in addition to the root, that the drafter has not read when a cycle ends."""
         models = (plan.target, plan.draft.decoder if plan.draft is not None else plan.target)
         self._by_length = any(model.rope.kind == "dynamic" for model in models)

@@ -49,6 +49,10 @@ class DraftFacts:
     max_steps: int | None = None
     """Most levels it can draft; None: the shape says."""
 
+    target_layers: tuple[int, ...] = ()
+    """By layer of the decoder, the layer of the target whose keys and values it reads; the draft then keeps nothing of a token. Empty: its
+    layers have keys and values of their own."""
+
     attention_inputs: ClassVar[int] = 1
     """Vectors of hidden size that the first layer's attention reads side by side."""
     owns_embedding: ClassVar[bool] = False
@@ -58,6 +62,11 @@ class DraftFacts:
     def owns_head(self) -> bool:
         """Its language-model head is its own, not the target's, as far as its config tells."""
         return self.draft_vocab_size != self.decoder.vocab_size
+
+    @property
+    def head_share(self) -> float:
+        """The part of the language-model head's weights that the logits of one row read."""
+        return 1.0
 
     @property
     def attends(self) -> bool:

@@ -93,7 +93,7 @@ class ModelFacts:
     layer_heads: tuple[LayerHeads, ...] = ()
     """Per layer, where they differ; empty: ``num_kv_heads`` of ``head_dim`` in all."""
     kv_sources: tuple[int, ...] = ()
-    """Per layer, the one whose keys and values it reads; empty: its own in all."""
+    """Per layer, the one whose keys and values it reads; empty: its own in all. -1: one of another network."""
     shared_mlp_factor: int = 1
     """By which the MLP is wider in layers without keys and values of their own."""
     layer_inputs: LayerInputs | None = None

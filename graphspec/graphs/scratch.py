@@ -216,6 +216,6 @@ def _calls(plan: Plan) -> Iterator[Call]:
             yield from _decode(plan, plan.draft.decoder, lanes, plan.window_capacity)
     for lanes, chunk in plan.prefill_shapes:
         yield from _network(plan, target, lanes * chunk)
-        if plan.draft is not None:
+        if plan.draft is not None and plan.draft_reads_tokens:
             yield from _network(plan, plan.draft.decoder, lanes * (chunk + plan.lookback))
         yield _op("sample_tokens", {"B": lanes, "T": 1, "V": vocab}, strict=True)

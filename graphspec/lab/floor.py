@@ -384,19 +384,21 @@ class FloorModel:
             # A prediction head has KV for its own layer only.
             layers = range(run.head, run.head + 1) if draft.num_heads > 1 else range(draft.decoder.num_layers)
             weights, columns = self.draft_weights[run.head], draft.draft_vocab_size
-            self._forward("draft", tally, draft.decoder, weights, batch, run.rows, run.scored, columns, context, layers, fuse=number == 0)
+            passed = (weights, batch, run.rows, run.scored, columns, context, layers)
+            self._forward("draft", tally, draft.decoder, *passed, fuse=number == 0, head_share=draft.head_share)
         return [tally.stage(name) for name, tally in tallies.items()]
 
     def _forward(
         self, network: str, tally: _Tally, facts: ModelFacts, weights: Weights, lanes: int, rows: int, scored: int, columns: int,
-        context: int, layers: range, *, fuse: bool = False,
+        context: int, layers: range, *, fuse: bool = False, head_share: float = 1.0,
     ) -> None:  # fmt: skip
-        """Add one pass over ``lanes * rows`` tokens; ``lanes * scored`` of them get logits."""
+        """Add one pass over ``lanes * rows`` tokens; ``lanes * scored`` of them get logits, each from ``head_share`` of the head."""
         tokens, parts, size = lanes * rows, tally.parts, self.itemsize
         tally.forwards.append(Forward(network, tokens, lanes * scored, context, fuse))
         streamed = ("layers", "fuse") if fuse else ("layers",)
-        parts["weights"] += sum(weights.sizes[group] for group in streamed) + weights.sizes["head"]
-        tally.flops += 2 * tokens * sum(weights.numbers[group] for group in streamed) + 2 * lanes * scored * weights.numbers["head"]
+        parts["weights"] += sum(weights.sizes[group] for group in streamed) + weights.sizes["head"] * min(1.0, lanes * scored * head_share)
+        head = lanes * scored * weights.numbers["head"] * head_share
+        tally.flops += 2 * tokens * sum(weights.numbers[group] for group in streamed) + 2 * head
         if facts.experts is not None and weights.numbers["experts"]:
             experts, topk = facts.experts.num_experts, facts.experts.topk
             parts["experts"] += weights.sizes["experts"] * distinct_experts(experts, topk, tokens) / experts

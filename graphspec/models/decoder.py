@@ -23,9 +23,10 @@ from .stack import DecoderStack, packing_obstacle
 from .vocabulary import token_embedding, vocabulary_head
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from ..facts import ModelFacts
+    from ..facts.multipliers import Multipliers
     from ..kernels.formulas import Rotation
     from .attention import Attention
     from .recurrence import Convolution
@@ -61,6 +62,27 @@ def make_mlp(facts: ModelFacts, layer: int) -> DenseMLP | MixtureOfExperts | Den
     if facts.experts is None or not facts.has_experts(layer):
         return dense_mlp(facts, facts.mlp_size(layer))
     return DenseAndExperts(facts, layer) if facts.experts.beside_dense else MixtureOfExperts(facts)
+
+
+def make_rotaries(facts: ModelFacts, positions: int) -> list[RotaryEmbedding]:
+    """The tables of a network's rotations for that many positions, one for each shape of heads."""
+    pools = zip(facts.ropes, facts.pool_heads, strict=True)
+    return [RotaryEmbedding(ropes[0], heads.dim, positions, ropes[1:]) for ropes, heads in pools]
+
+
+def find_rotations(layers: Iterable[nn.Module], facts: ModelFacts, positions: int) -> None:
+    """Tell the attention of each layer which rows of its table are those of its own rotation."""
+    for index, layer in enumerate(layers):
+        if isinstance(mixer := getattr(layer, "self_attn", None), SelfAttention):
+            mixer.rope_rows = facts.rope_index(index) * positions
+
+
+def scale_embedding(embedding_BTH: Tensor, multipliers: Multipliers) -> Tensor:
+    """Embeddings as they enter the first layer, ``[B, T, H]``."""
+    scale = multipliers.embedding
+    if multipliers.embedding_rounded:
+        scale = torch.tensor(scale, dtype=embedding_BTH.dtype, device="cpu").item()
+    return embedding_BTH if scale == 1 else embedding_BTH * scale
 
 
 class MixerLayer(nn.Module):
@@ -185,9 +207,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.facts, self.tap_layers = facts, tap_layers
         positions = max_positions or facts.max_position_embeddings
-        self.rotary, *others = (
-            RotaryEmbedding(ropes[0], heads.dim, positions, ropes[1:]) for ropes, heads in zip(facts.ropes, facts.pool_heads, strict=True)
-        )
+        self.rotary, *others = make_rotaries(facts, positions)
         self.further_rotaries = nn.ModuleList(others)
         self._pool_of = [facts.pool(layer) for layer in range(facts.num_layers)]
         # Layers up to the last one that writes keys and values.
@@ -196,9 +216,7 @@ class Decoder(nn.Module):
         self.layer_inputs = LayerInputVectors(facts) if facts.layer_inputs is not None else None
         make_layer = MixerLayer if facts.mixers is not None else ParallelLayer if facts.family.side_by_side else DecoderLayer
         self.layers = nn.ModuleList(make_layer(facts, layer) for layer in range(facts.num_layers))
-        for index, layer in enumerate(self.layers):
-            if isinstance(mixer := getattr(layer, "self_attn", None), SelfAttention):
-                mixer.rope_rows = facts.rope_index(index) * positions
+        find_rotations(self.layers, facts, positions)
         self.norm = RMSNorm.of(facts)
         self.lm_head = vocabulary_head(facts)
         if facts.tie_word_embeddings:
@@ -223,11 +241,7 @@ class Decoder(nn.Module):
 
     def embed(self, token_BT: Tensor, valid_BT: Tensor) -> Tensor:
         """``[B, T, H]``; a token that is -1, out of range or not valid is the zero vector."""
-        hidden_BTH: Tensor = self.embed_tokens(token_BT, valid_BT)
-        scale = self.facts.multipliers.embedding
-        if self.facts.multipliers.embedding_rounded:
-            scale = torch.tensor(scale, dtype=hidden_BTH.dtype, device="cpu").item()
-        return hidden_BTH if scale == 1 else hidden_BTH * scale
+        return scale_embedding(self.embed_tokens(token_BT, valid_BT), self.facts.multipliers)
 
     def _places(self, attention: Attention) -> list[tuple[Rotation, Attention]]:
         """By pool, how its layers rotate, and their attention."""

@@ -65,7 +65,7 @@ def _prediction_heads(checkpoint: Checkpoint, num_layers: int) -> set[str]:
     return {name for name in names if name.startswith((*PREDICTION_HEADS, *layers))}
 
 
-def _borrowing_layers(facts: ModelFacts) -> set[str]:
+def unread_projections(facts: ModelFacts) -> set[str]:
     """Keys and values of layers that read another layer's: files may have them, and nothing uses them."""
     layers = [layer for layer in range(facts.num_layers) if facts.attends(layer) and not facts.keeps(layer)]
     parts = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias", "k_norm.weight", "v_norm.weight")
@@ -136,7 +136,7 @@ def load_target(
         model = Decoder(settled, tap_layers, max_positions)
     own = [name for name, _ in model.named_parameters()]  # a tied head is no parameter of its own
     ignored = {head} if tied else set()  # a copy of the embedding, as was seen
-    ignored |= _prediction_heads(checkpoint, facts.num_layers) | _borrowing_layers(facts)
+    ignored |= _prediction_heads(checkpoint, facts.num_layers) | unread_projections(facts)
     fill(model, checkpoint, layout, own, ignored, dtype, torch.device(device), progress)
     if tied:
         set_weight(model.lm_head, model.embed_tokens.weight, model.embed_tokens.stored)

@@ -141,7 +141,7 @@ def declare_slots(plan: Plan, mail_size: int) -> tuple[Slot, ...]:
         slots += _recurrent_slots(plan.target.recurrent, dtype)
     if plan.feature_width:
         slots += [Slot("window_feature_RAcF", ("R", "Ac", "F"), dtype, "state"), Slot("feature_BNF", ("B", "N", "F"), dtype, "lane")]
-    if plan.feature_width and plan.prefix_cache:
+    if plan.keeps_page_features:
         # One row per page, of its last token; laid out like the pools, whose pages it belongs to.
         slots.append(Slot("page_feature", (1, 1, plan.num_pages, 1, 1, "F"), dtype, "kv"))
     if plan.lookback:
@@ -160,7 +160,7 @@ def declare_slots(plan: Plan, mail_size: int) -> tuple[Slot, ...]:
             *([Slot("draft_hidden_BH", ("B", "H"), dtype, "lane")] if plan.feature_width else []),
             # The first slot a drafter may see, the same for all; a constant tensor, so that no pass has to make one.
             Slot("draft_begin_1", (1,), i64, "state", plan.variant.shift),
-            *_pools("draft_kv", plan, draft),
+            *(_pools("draft_kv", plan, draft) if plan.draft_reads_tokens else []),
         ]
         if plan.shape.pool == "beams":
             slots += _beam_slots()
@@ -244,8 +244,20 @@ def pool_names(name: str, model: ModelFacts) -> tuple[str, ...]:
 
 
 def draft_pools(plan: Plan) -> tuple[str, ...]:
-    """Slots of the draft network's KV pools."""
-    return pool_names("draft_kv", plan.draft.decoder) if plan.draft is not None else ()
+    """Slots of the KV pools that the draft network attends over, one for each shape of heads in its layers: its own, or the target's."""
+    if plan.draft is None:
+        return ()
+    decoder = plan.draft.decoder
+    if plan.draft_reads_tokens:
+        return pool_names("draft_kv", decoder)
+    names = pool_names("target_kv", plan.target)
+    read = {decoder.pool(layer): names[plan.target.pool(source)] for layer, source in enumerate(plan.draft.target_layers)}
+    return tuple(read[pool] for pool in range(len(read)))
+
+
+def own_draft_pools(plan: Plan) -> tuple[str, ...]:
+    """Those of them that the draft network writes."""
+    return draft_pools(plan) if plan.draft_reads_tokens else ()
 
 
 def _pools(name: str, plan: Plan, model: ModelFacts) -> list[Slot]:

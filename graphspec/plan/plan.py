@@ -135,7 +135,17 @@ class Plan:
     @property
     def catches_up(self) -> bool:
         """Rows with a draft network may decode plainly for a while; its window then grows until the network reads all of it at once."""
-        return self.draft is not None and any(0 in self.depths_of(bucket) for bucket in self.buckets)
+        return self.draft_reads_tokens and any(0 in self.depths_of(bucket) for bucket in self.buckets)
+
+    @property
+    def draft_reads_tokens(self) -> bool:
+        """There is a draft network that must read every committed token, for keys and values of its own."""
+        return self.draft is not None and not self.draft.target_layers
+
+    @property
+    def keeps_page_features(self) -> bool:
+        """Pages hold the target's feature of their last token, which the drafter's first row after a prefix hit reads."""
+        return self.prefix_cache and self.feature_width > 0 and self.draft_reads_tokens
 
     def key(self, bucket: int, sampling: SamplingClass, depth: int | None = None, *, catch_up: bool = False) -> GraphKey:
         """A cycle of ``bucket`` lanes.
@@ -341,7 +351,7 @@ def resolve_window_capacity(backlog: int, shape: CycleShape, draft: DraftFacts |
     Raises:
         ConfigError: more than one pass of the drafter takes.
     """
-    if draft is None or not plain:
+    if draft is None or draft.target_layers or not plain:
         return shape.accept_width
     capacity = max(backlog, shape.accept_width)
     # Entries of a pass see each other whatever the distance.

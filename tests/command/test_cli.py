@@ -253,7 +253,10 @@ def test_a_malformed_jsonl_line_is_named(run, tmp_path, line, part):
     [
         (("generate",), "prompt=TEXT"),
         (("generate", "prompt_file=/no/such/file"), "readable"),
-        (("generate", "prompt=x", "variant=eagle9"), "one of dflash, eagle, eagle3, mtp, ngram, ngram_trie, none, p_eagle, standalone"),
+        (
+            ("generate", "prompt=x", "variant=eagle9"),
+            "one of assistant, dflash, eagle, eagle3, mtp, ngram, ngram_trie, none, p_eagle, standalone",
+        ),
         (("teach",), "generate, chat, inspect, diff, demo"),
         (("inspect", 'prompt=["a", "b"]'), "one prompt"),
         (("demo", "variant=none"), "one that speculates"),

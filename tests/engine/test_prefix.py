@@ -40,7 +40,7 @@ POOLS = ("target_kv", "draft_kv", "page_feature")
 COVERED = {
     "none": "none", "chain": "eagle3", "tree": "eagle3", "two-words": "eagle3", "hidden-feature": "eagle", "static-tree": "eagle",
     "no-feature": "standalone", "one-head": "mtp", "head-per-step": "mtp", "latent-experts": "mtp", "own-history": "ngram",
-    "host-tree": "ngram_trie",
+    "host-tree": "ngram_trie", "target-kv": "assistant",
 }  # fmt: skip
 """The variant of each structure."""
 

@@ -20,6 +20,7 @@ from graphspec.models.target import load_target
 from graphspec.plan.buffers import declare_slots
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, edit_json, edit_tensors, write_hf
 from tests.support.engines import CHAIN, TREE, Pair, ids, prompts, random_pair, watch_schedulers
+from tests.support.features import marked, of_family
 from tests.support.gemma4 import BASE, INPUTS, KINDS, ROPES, SHAPES, build_gemma4, in_float64, randomise
 from tests.support.plans import plan as plan_of
 from tests.support.quantised_checkpoints import quantise
@@ -27,6 +28,7 @@ from tests.support.quantised_checkpoints import quantise
 if TYPE_CHECKING:
     from pathlib import Path
 
+GEMMA = "Gemma4ForCausalLM"
 LENGTH = 24
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("dense", {}),
@@ -73,7 +75,7 @@ def assert_as_close(mine: torch.Tensor, reference: torch.Tensor, truth: torch.Te
     assert (mine - truth).abs().max() <= 2 * (reference - truth).abs().max() + torch.finfo(torch.float32).eps * truth.abs().max()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, lambda name: GEMMA, "logits"))
 @torch.inference_mode()
 def test_logits_and_taps_equal_transformers(name: str, tmp_path: Path) -> None:
     kind, changes = CASES[name]
@@ -108,6 +110,7 @@ def test_low_precision_follows_transformers_casts(kind: str, tmp_path: Path) -> 
     assert errors[0] <= 2 * errors[1]
 
 
+@of_family("Gemma4ForConditionalGeneration", "logits")
 @torch.inference_mode()
 def test_the_language_model_of_one_that_sees_and_hears(tmp_path: Path) -> None:
     text = copy.deepcopy({**BASE, **INPUTS, "model_type": "gemma4_text", "pad_token_id": 0})
@@ -215,6 +218,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return random_pair(tmp_path_factory.mktemp(request.param), build_gemma4(request.param, sliding_window=7))
 
 
+@of_family(GEMMA, "none", "ngram", "eagle3", "standalone", "chain", "tree")
 def test_output_is_the_targets_own(pair: Pair, tmp_path: Path) -> None:
     """Greedy tokens of prompts longer than the window, in chunks; trees move keys and values in both pools."""
     small = write_hf(build_gemma4("dense", seed=1, num_hidden_layers=3, layer_types=KINDS[:3]), tmp_path)
@@ -258,6 +262,7 @@ def test_pools_of_16_bits(kv_dtype: str, pair: Pair) -> None:
     assert {drafting.cycle.arena[name].dtype for name in ("target_kv", "target_kv_2")} == {getattr(torch, kv_dtype)}
 
 
+@of_family(GEMMA, "eagle3", "tree", "compiled")
 @pytest.mark.full  # compiling takes most of a minute
 def test_a_compiled_engine_gives_the_same(pair: Pair) -> None:
     prompt_ids = prompts(2, (14, 9), VOCAB_SIZE)
@@ -282,6 +287,7 @@ def test_a_head_equal_to_the_embedding_is_tied(tmp_path: Path) -> None:
     assert model.lm_head.weight is model.embed_tokens.weight
 
 
+@of_family(GEMMA, "codes")
 @pytest.mark.parametrize("layout", ["fp8-block", "pack-quantized"])
 def test_packed_weights_have_the_output_of_their_numbers(layout: str, tmp_path: Path) -> None:
     """Projections whose values are keys included, eager and by native products."""

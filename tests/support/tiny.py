@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from graphspec.config.schema import AcceptConfig, AdaptiveConfig, Config, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.drafters.assistant.facts import AssistantFacts, Clusters
+from graphspec.drafters.assistant.network import AssistantDraft
 from graphspec.drafters.dflash.facts import DFlashFacts
 from graphspec.drafters.dflash.network import DFlashDraft
 from graphspec.drafters.eagle.facts import EagleFacts
@@ -26,6 +28,7 @@ from graphspec.drafters.standalone.network import StandaloneDraft
 from graphspec.facts import DraftFacts, ExpertFacts, LatentFacts, ModelFacts, RecurrentFacts, RopeFacts
 from graphspec.facts.hybrid_families import NEMOTRON_H, QWEN3_5
 from graphspec.facts.mamba import Mixer
+from graphspec.facts.multipliers import NO_MULTIPLIERS
 from graphspec.facts.recurrent import SsmFacts
 from graphspec.facts.rope import NO_ROPE
 from graphspec.models.decoder import Decoder
@@ -49,6 +52,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "one-head": {"name": "mtp", "num_steps": 3, "topk": 1, "num_draft_tokens": 4},
     "head-per-step": {"name": "mtp", "num_steps": 3, "topk": 1, "num_draft_tokens": 4},
     "latent-experts": {"name": "mtp", "num_steps": 3, "topk": 2, "num_draft_tokens": 6},
+    "target-kv": {"name": "assistant", "num_steps": 3, "topk": 3, "num_draft_tokens": 10},
     "own-history": {"name": "ngram", "num_steps": 4, "topk": 3, "num_draft_tokens": 9},
     "host-tree": {"name": "ngram_trie", "num_steps": 4, "topk": 3, "num_draft_tokens": 9},
 }
@@ -130,6 +134,11 @@ def other_draft_facts(structure: str) -> DraftFacts | None:
             {"block_size": 6, "max_steps": 5, "from_anchor": False, "causal": (False, True)},
         )
         return DFlashFacts(**tapped, **rows, decoder=decoder, mask_token_id=60)
+    if structure == "target-kv":
+        # A layer of each kind, over the target's last two; 7 of as many clusters as there are tokens.
+        decoder = replace(model_facts(2), sliding_window=(None, 26), kv_sources=(-1, -1))
+        own = {"target_layers": (1, 2), "embedding": NO_MULTIPLIERS, "clusters": Clusters(61, 7)}
+        return AssistantFacts(**common, decoder=decoder, feature_size=48, **own)
     if structure == "no-feature":
         return StandaloneFacts(**common, decoder=model_facts(2))
     if structure in ("one-head", "head-per-step", "latent-experts", "hybrid-chain"):
@@ -207,10 +216,16 @@ NETWORKS = {
 }
 
 
+def _draft(plan: Plan, target: Decoder) -> Any:
+    if isinstance(plan.draft, AssistantFacts):
+        return AssistantDraft(plan.draft, plan.target, plan.max_positions, target.embed_tokens)
+    return NETWORKS[type(plan.draft)](plan.draft, plan.max_positions)
+
+
 def tiny_networks(plan: Plan) -> Networks:
     """Networks on the CPU whose weights are random, and the same for every plan."""
     target = Decoder(plan.target, plan.tap_layers, plan.max_positions)
-    draft = NETWORKS[type(plan.draft)](plan.draft, plan.max_positions) if plan.draft is not None else None
+    draft = _draft(plan, target) if plan.draft is not None else None
     generator = torch.Generator().manual_seed(0)
     for module in (target, draft):
         for name, parameter in module.named_parameters() if module is not None else ():

@@ -199,6 +199,7 @@ def write_gemma4(kind: str, folder: Path, **options: Any) -> tuple[Path, Path]:
     return file, write_gguf(source, file, {}, arch="gemma4", metadata=named, more={"rope_freqs.weight": divisors}, **options)
 
 
+@of_family("Gemma4ForCausalLM", "GGUF")
 @pytest.mark.parametrize("kind", SHAPES)
 @torch.inference_mode()
 def test_gemma4_has_numbers_for_each_layer(kind: str, tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ class DraftStage(NetworkStage):
     """Base of the stages that also propose tokens; by default from the window."""
 
     reads: tuple[str, ...] = (
-        "lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RAc", "draft_kv", "draft_begin_1",
+        "lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RAc", "draft_begin_1",
     )  # fmt: skip
-    writes: tuple[str, ...] = ("draft_kv", *Candidates._fields)
+    writes: tuple[str, ...] = Candidates._fields
     feature_reads: ClassVar[tuple[str, ...]] = ("window_feature_RAcF",)
 
     def __init__(self, build: Build) -> None:
@@ -91,10 +91,10 @@ class DraftSteps(DraftStage):
 
     name = "draft_steps"
     reads = (
-        "lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "draft_kv", "draft_begin_1", "candidate_score_BM",
+        "lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "draft_begin_1", "candidate_score_BM",
         *(name for name in Beams._fields if name not in ("beam_source_BK", "next_position_B")),
     )  # fmt: skip
-    writes = ("draft_kv", *Candidates._fields, *Beams._fields)
+    writes = (*Candidates._fields, *Beams._fields)
     feature_reads = ("draft_hidden_BH", "beam_source_BK")
 
     def __init__(self, build: Build) -> None:
@@ -133,7 +133,6 @@ class StaticSteps(DraftStage):
         "lane_table_BP",
         "status_R",
         "seq_len_R",
-        "draft_kv",
         "draft_begin_1",
         "candidate_score_BM",
         "candidate_token_BM",

@@ -69,6 +69,8 @@ def refuse_unknown(keys: Keys, known: Collection[str], *ignored: str) -> None:
 def other_draft(keys: Keys, architecture: str) -> str:
     """The kind of checkpoint that a config seems to describe, for messages."""
     architecture = architecture.lower()
+    if "assistant" in architecture:
+        return "this looks like an assistant of Gemma 4: variant=assistant"
     if "peagle" in architecture:
         return "this looks like a P-EAGLE head: variant=p_eagle"
     if "dflash" in architecture or keys.present("dflash_config"):

@@ -18,7 +18,6 @@ class CatchUp(NetworkStage):
 
     name = "catch_up"
     reads: tuple[str, ...] = ("lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RAc")
-    writes = ("draft_kv",)
     feature_reads = ("window_feature_RAcF",)
 
     def __init__(self, build: Build) -> None:
@@ -26,8 +25,12 @@ class CatchUp(NetworkStage):
         width = self.plan.window_capacity
         self.bound = None
         if self.plan.draft_attends:
-            self.reads = (*self.reads, "draft_kv", "draft_begin_1")
+            self.reads = (*self.reads, "draft_begin_1")
             self.bound = self.bind_call("draft", "window", width, width)
+
+    def pools_read(self) -> tuple[str, ...]:
+        """None where writing a token's KV takes no attention."""
+        return super().pools_read() if self.plan.draft_attends else ()
 
     def forward(self, v: Views) -> None:
         width = self.plan.window_capacity

@@ -57,7 +57,7 @@ class Commit(Stage):
     def __init__(self, build: Build, *, append: bool = False) -> None:
         super().__init__(build)
         self.append = append
-        self.saves = self.plan.feature_width > 0 and self.plan.prefix_cache
+        self.saves = self.plan.keeps_page_features
         features = ("feature_BNF", "window_feature_RAcF") if self.plan.feature_width else ()
         lookback = ("lookback_token_RY", "lookback_feature_RYF") if self.plan.lookback else ()
         history = ("history_RL",) if self.plan.keeps_history else ()

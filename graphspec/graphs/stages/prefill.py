@@ -17,7 +17,7 @@ from ...config.catalog import load_object
 from ...kernels.host_step import BoundCall
 from ...models.attention import ChunkAttention
 from ...models.recurrence import RecurrentStates, RunRecurrence
-from ...plan.buffers import Status, Views, draft_pools, pool_names
+from ...plan.buffers import Status, Views, own_draft_pools, pool_names
 from .bans import WORDS, note_tokens
 from .counts import count_tokens
 from .logprobs import PROMPT_RING, ring_buffers, write_logprobs, write_prompt_logprobs
@@ -236,12 +236,11 @@ class DraftPrefill:
         self.plan, self.kernels = build.plan, build.kernels
         self.network: DraftModel = build.draft
         self.shift = build.plan.variant.shift
-        features = ("window_feature_RAcF", *(("page_feature",) if self.plan.prefix_cache else ())) if self.plan.feature_width else ()
+        features = ("window_feature_RAcF", *(("page_feature",) if self.plan.keeps_page_features else ())) if self.plan.feature_width else ()
         carried = (*features, *self.carried)
-        pools = draft_pools(self.plan)
-        self.further_pools = pools[1:]
-        self.reads = (*pools, *carried) if build.plan.draft_attends else carried
-        self.writes = (*pools, *carried)
+        self.pools = own_draft_pools(self.plan)
+        self.reads = (*self.pools, *carried) if build.plan.draft_attends else carried
+        self.writes = (*self.pools, *carried)
         self.bound = bound
 
     def __call__(self, v: Views, chunk: ChunkRows, feature_BCF: Tensor | None) -> None:
@@ -251,12 +250,16 @@ class DraftPrefill:
             self.network.write_kv(chunk.token_BC, None, attention)
             return
         first_B1F = v.window_feature_RAcF[chunk.row_B][:, :1]
-        if self.plan.prefix_cache:
+        if self.plan.keeps_page_features:
             takes_over_B = (chunk.shared_B > 0) & (chunk.start_B == chunk.shared_B)
             first_B1F = torch.where(takes_over_B[:, None, None], page_feature(v, chunk.table_BP, chunk.shared_B), first_B1F)
             size = self.plan.page_size
             self.kernels.page_feature_write(v.page_feature, size, chunk.table_BP, chunk.start_B, chunk.length_B, feature_BCF)
         self.write(v, chunk, torch.cat([first_B1F, feature_BCF[:, :-1]], 1))
+        self.carry(v, chunk, feature_BCF)
+
+    def carry(self, v: Views, chunk: ChunkRows, feature_BCF: Tensor) -> None:
+        """Leave the feature of the chunk's last token to the row that consumes the token after it."""
         entry_Ac1 = torch.arange(self.plan.window_capacity, device=chunk.row_B.device)[:, None]
         carry_BAcF = torch.where(entry_Ac1 == 0, take_last(feature_BCF, chunk.length_B), 0)
         v.window_feature_RAcF.index_copy_(0, chunk.row_B, carry_BAcF)
@@ -270,7 +273,8 @@ class DraftPrefill:
 
     def attention(self, v: Views, chunk: ChunkRows, valid_BT: Tensor, slot_BT: Tensor, rope_length_BT: Tensor) -> ChunkAttention:
         """Attention of rows ``[B, T]`` over the row's draft KV."""
+        pool, *further_pools = v.several(self.pools)
         return ChunkAttention(
-            self.kernels, v.draft_kv, chunk.table_BP, slot_BT - self.shift, rope_length_BT - self.shift, valid_BT, slot_BT, self.shift,
-            self.bound, further_pools=v.several(self.further_pools),
+            self.kernels, pool, chunk.table_BP, slot_BT - self.shift, rope_length_BT - self.shift, valid_BT, slot_BT, self.shift,
+            self.bound, further_pools=tuple(further_pools),
         )  # fmt: skip

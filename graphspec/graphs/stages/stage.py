@@ -15,7 +15,7 @@ from ...kernels.host_step import Anchor, BoundCall, HeadShape, PreparedCall
 from ...kernels.registry import KernelSet
 from ...models.attention import Attention, TreeAttention
 from ...models.recurrence import Convolution
-from ...plan.buffers import Status, Views, draft_pools
+from ...plan.buffers import Status, Views, draft_pools, own_draft_pools
 from ...plan.plan import Plan
 from ...shapes import CycleShape, SamplingClass
 from ..grammar import Grammar
@@ -190,10 +190,14 @@ class NetworkStage(Stage):
         assert build.draft is not None, "a draft stage needs a draft network"
         self.draft: DraftModel = build.draft
         self.shift = build.plan.variant.shift
-        self.further_pools = draft_pools(self.plan)[1:]
+        self.pools = draft_pools(self.plan)
         featured = self.plan.feature_width > 0
-        self.reads = (*self.reads, *self.further_pools, *(self.feature_reads if featured else ()))
-        self.writes = (*self.writes, *self.further_pools, *(self.feature_writes if featured else ()))
+        self.reads = (*self.reads, *self.pools_read(), *(self.feature_reads if featured else ()))
+        self.writes = (*self.writes, *own_draft_pools(self.plan), *(self.feature_writes if featured else ()))
+
+    def pools_read(self) -> tuple[str, ...]:
+        """The slots of KV pools that the stage reads."""
+        return self.pools
 
     def attend(
         self,
@@ -206,7 +210,7 @@ class NetworkStage(Stage):
         own_window: tuple[Tensor, Tensor] | None = None,
         bound: BoundCall | None = None,
     ) -> TreeAttention:
-        """Attention over the row's draft KV from the first consumed token on; invalid tokens see nothing, so their words are 0.
+        """Attention over the row's KV in the drafter's pools, from the first consumed token on; the words of invalid tokens are 0.
 
         ``own_window``: the same visibility as a prefix's end and words over the slots of these tokens, where that is possible.
         ``bound``: the same attention over latent rows, by a kernel with a host step.
@@ -215,9 +219,10 @@ class NetworkStage(Stage):
         # A drafter that skips tokens leaves their slots unwritten, and such a kernel sees the prefix from slot 0 on.
         if own_window is not None and self.shift == 0 and bound is None:
             window = self.kernels.own_window(v.lane_table_BP, self.plan.page_size, *own_window)
+        pool, *further_pools = v.several(self.pools)
         return TreeAttention(
             kernels=self.kernels,
-            kv_pool=v.draft_kv,
+            kv_pool=pool,
             table_BP=v.lane_table_BP,
             position_BT=position_BT,
             valid_BT=valid_BT,
@@ -227,7 +232,7 @@ class NetworkStage(Stage):
             ancestors_BTX=ancestors_BTX,
             own_window=window,
             bound=bound,
-            further_pools=v.several(self.further_pools),
+            further_pools=tuple(further_pools),
         )
 
     def window(self, v: Views, width: int, num_words: int) -> tuple[Tensor, ...]:

@@ -20,8 +20,8 @@ from graphspec.kernels.fused.launch import semaphores
 from tests.support.checkpoints import VOCAB_SIZE, build_hf, write_hf
 from tests.support.depths import Launches, ScriptedDepth
 from tests.support.engines import CHAIN, SMALL, TREE, Pair, ids, mirror_pair, prompts, random_pair
+from tests.support.gemma4 import CLUSTERS, assisted_sizes, build_assisted, build_gemma4
 from tests.support.gemma4 import SHAPES as SHAPES_OF_GEMMA
-from tests.support.gemma4 import build_gemma4
 from tests.support.hybrid_checkpoints import build_hybrid
 from tests.support.parallel_checkpoints import dflash_tensors, favouring_target, p_eagle_tensors, write_dflash, write_p_eagle
 from tests.support.quantised_checkpoints import quantise
@@ -77,6 +77,22 @@ def test_heads_of_two_shapes(kind: str, tmp_path: Path) -> None:
     prompt_ids = prompts(1, lengths=(9,), vocab=VOCAB_SIZE)
     llm = found.llm(**FUSED, **TREE)
     assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=4))) == [found.greedy(prompt, 4) for prompt in prompt_ids]
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_a_drafter_over_the_targets_pools(shape: str, tmp_path: Path) -> None:
+    """Its layers read both; nothing is written there until the target verifies."""
+    kinds = ["sliding_attention", "full_attention"]
+    sizes = {**assisted_sizes(64), "num_hidden_layers": 2, "layer_types": kinds}
+    model, assistant = build_assisted("dense", sizes, {"num_hidden_layers": 2, "num_kv_shared_layers": 2, "layer_types": kinds}, CLUSTERS)
+    target, draft = write_hf(model, tmp_path / "target"), write_hf(assistant, tmp_path / "draft")
+    found = Pair(target, draft, model)
+    prompt_ids = prompts(1, lengths=(9,), vocab=64)
+    llm = LLM(target, variant="assistant", draft=draft, **{**SMALL, **FUSED, **SHAPES[shape]})
+    assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=8))) == [
+        found.greedy(prompt, 8, ignore_eos=True) for prompt in prompt_ids
+    ]
+    assert llm.metrics is not None and llm.metrics.acceptance_length > 1.1
 
 
 SAMPLED: tuple[dict[str, Any], ...] = (
