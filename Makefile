@@ -20,7 +20,7 @@ PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) $(SPREAD)
 KERNELS := 'kernels and not full and not gpu and not browser and not clients'
 BOTH := 'not full and not gpu and not browser and not clients'
 
-.PHONY: help demo demo-small test test-kernels test-full test-browser test-clients test-oldest fuzz soak soak-server lint format snapshots features features-of-families gpu-check rehearse-gpu acceptance train-demo bench same-bits compare guard wheel clean race docs
+.PHONY: help demo demo-small test test-kernels test-full test-browser test-clients test-oldest fuzz soak soak-server lint format snapshots features gpu-check rehearse-gpu acceptance train-demo bench same-bits compare guard wheel clean race docs
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -96,11 +96,8 @@ format: $(STAMP) ## rewrite in the house format
 snapshots: $(STAMP) ## write tests/snapshots anew from conf/experiment
 	$(BIN)/python -m tests.snapshots
 
-features: $(STAMP) ## write docs/features.md from the tests that pass
-	$(PYTEST) -m $(BOTH) --write-features
-
-features-of-families: $(STAMP) ## write the table by family of docs/features.md, from the tests of all tiers that have a family
-	$(PYTEST) -m 'of_family and not gpu and not browser and not clients' --write-features=families
+features: $(STAMP) ## write docs/features.md from the tests that say what they show
+	$(PARALLEL) -m '(covers or of_family) and not gpu and not browser and not clients' --write-features
 
 CALL ?= first
 OUT ?= gpu-results

@@ -42,8 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    choices = {"nargs": "?", "const": "all", "choices": ("all", "families")}
-    parser.addoption("--write-features", **choices, help="write docs/features.md, or its table by family, from what this run shows")
+    parser.addoption("--write-features", action="store_true", help="write docs/features.md from what this run shows")
     parser.addoption("--fuzz-seed", type=int, default=0, help="which inputs the fuzzers take and invent")
     parser.addoption("--fuzz-budget", type=int, default=100, help="inputs of each fuzzer")
     parser.addoption("--fuzz-seconds", type=float, default=30.0, help="time limit of the fuzzer of a server")
@@ -52,5 +51,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if written := config.getoption("--write-features"):
-        config.pluginmanager.register(FeatureTable(families_only=written == "families"))
+    if config.getoption("--write-features"):
+        config.pluginmanager.register(FeatureTable())

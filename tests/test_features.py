@@ -1,14 +1,16 @@
-"""The writer of docs/features.md: what markers say of green and of red tests, and a table that is written alone."""
+"""The writer of docs/features.md: what markers say of green and of red tests, in one process and in several."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import features
-from tests.support.features import BY_FAMILY, FeatureTable, of_family, shows
+from graphspec.lab.measure.provenance import ROOT
+from tests.support.features import BY_FAMILY, of_family, shows
 
 MODULE = """
 import pytest
@@ -28,20 +30,24 @@ def test_family_of_a_fixture(size): pass
 @pytest.mark.parametrize("bad", [False, True])
 def test_half_red(bad): assert not bad
 """
+PLUGIN = """
+from pathlib import Path
+from tests.support import features
+
+features.PAGE = Path({page!r})
+
+def pytest_configure(config):
+    config.pluginmanager.register(features.FeatureTable())
+"""
 
 
-@pytest.fixture
-def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    file = tmp_path / "features.md"
-    monkeypatch.setattr(features, "PAGE", file)
-    return file
-
-
-def run(table: FeatureTable, folder: Path) -> None:
-    module = folder / f"{folder.name}.py"  # modules of one name would be taken for each other
-    module.write_text(MODULE, encoding="utf-8")
-    # Of this repository's conftest nothing is wanted: it would register a table of its own.
-    pytest.main(["-q", "-p", "no:cacheprovider", "--noconftest", "-c", "/dev/null", "--rootdir", str(folder), str(module)], plugins=[table])
+def run(folder: Path, processes: int) -> None:
+    """What ``make features`` does, for the tests above."""
+    (folder / "test_few.py").write_text(MODULE, encoding="utf-8")
+    (folder / "conftest.py").write_text(PLUGIN.format(page=str(folder / "features.md")), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", str(folder), str(folder)]
+    done = subprocess.run([*command, *(["-n", str(processes)] if processes else [])], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "1 failed, 3 passed" in done.stdout, done.stdout
 
 
 def cells(text: str, row: str) -> dict[str, str]:
@@ -53,23 +59,14 @@ def cells(text: str, row: str) -> dict[str, str]:
     return {name: value for name, value in zip(names, values, strict=True) if value}
 
 
-def test_markers_of_a_run_become_two_tables(page: Path, tmp_path: Path) -> None:
-    run(FeatureTable(), tmp_path)
-    text = page.read_text(encoding="utf-8")
+@pytest.mark.parametrize("processes", [0, 2])
+def test_markers_of_a_run_become_two_tables(processes: int, tmp_path: Path) -> None:
+    run(tmp_path, processes)
+    text = (tmp_path / "features.md").read_text(encoding="utf-8")
     assert cells(text, "glm4") == {"logits": "1", "tree": "failed"}
     assert cells(text, "gemma2") == {"eagle3": "1", "chain": "1"}
     assert cells(text, "llama") == {}
     assert "| chain |  |  | 1 |" in text[: text.index(BY_FAMILY)]
-
-
-def test_the_table_by_family_may_be_written_alone(page: Path, tmp_path: Path) -> None:
-    table = FeatureTable()
-    table.variants.passed["mtp", "chain"] = 7
-    table.pytest_sessionfinish()
-    assert "7" in page.read_text(encoding="utf-8")
-    run(FeatureTable(families_only=True), tmp_path)
-    text = page.read_text(encoding="utf-8")
-    assert "| chain |  |  |  |  |  |  | 7 |" in text and cells(text, "glm4")["logits"] == "1"
 
 
 @pytest.mark.parametrize(

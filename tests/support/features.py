@@ -28,8 +28,7 @@ BY_FAMILY = """## By family
 
 Rows are those of `graphspec/facts/families.py`; tests name theirs by the marker `of_family`. *logits*: those of transformers. Variants,
 *chain* and *tree*: greedy tokens of an engine are those of transformers. *compiled*: such tokens from compiled cycles. *native*: all layers
-of a pass are one native op. *ranks*: logits of several ranks together. *codes*: weights of low precision in safetensors. The tests of all
-tiers fill this table: `make features-of-families` writes it alone.
+of a pass are one native op. *ranks*: logits of several ranks together. *codes*: weights of low precision in safetensors.
 
 """
 COLUMNS = ("logits", "GGUF", "codes", *VARIANTS, "chain", "tree", "compiled", "native", "ranks")
@@ -64,31 +63,32 @@ def marked(names: Iterable[str], architecture: Callable[[str], str], *columns: s
 
 
 class FeatureTable:
-    """A pytest plugin that collects the markers of tests by outcome, and writes the page, or the table by family alone."""
+    """A pytest plugin that counts the markers of tests by outcome and writes the page; with several processes, in the first of them."""
 
-    def __init__(self, families_only: bool = False) -> None:
-        self.families_only = families_only
-        if families_only and not all(section in PAGE.read_text(encoding="utf-8") for section in (BY_VARIANT, BY_FAMILY)):
-            raise pytest.UsageError(f"{PAGE} has no table by variant that could stay: write all of it first")
+    def __init__(self) -> None:
         self.variants, self.families = Outcomes(), Outcomes()
 
     @pytest.hookimpl(hookwrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
+        """Markers travel to the process that writes with the report."""
         outcome = yield
-        report = outcome.get_result()
+        properties = outcome.get_result().user_properties
         for marker in item.iter_markers("covers"):
             variant, *features = marker.args
-            self.variants.add(report, call, [variant], features)
+            properties.append(("variants", [[variant], features]))
         markers = [marker.args for marker in item.iter_markers("of_family")]
         names = dict.fromkeys(name for name, *_ in markers if name)
-        self.families.add(report, call, names, dict.fromkeys(column for _, *columns in markers for column in columns))
+        columns = dict.fromkeys(column for _, *columns in markers for column in columns)
+        properties.append(("families", [list(names), list(columns)]))
 
-    def pytest_sessionfinish(self) -> None:
-        by_variant = variants_page(self.variants)
-        if self.families_only:
-            text = PAGE.read_text(encoding="utf-8")
-            by_variant = text[text.index(BY_VARIANT) : text.index(BY_FAMILY)]
-        PAGE.write_text(HEAD + by_variant + families_page(self.families), encoding="utf-8")
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for table, value in report.user_properties:
+            if table in ("variants", "families"):
+                getattr(self, table).add(report, *value)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if not hasattr(session.config, "workerinput"):
+            PAGE.write_text(HEAD + variants_page(self.variants) + families_page(self.families), encoding="utf-8")
 
 
 class Outcomes:
@@ -98,12 +98,12 @@ class Outcomes:
         self.passed: dict[tuple[str, str], int] = defaultdict(int)
         self.failed: set[tuple[str, str]] = set()
 
-    def add(self, report: pytest.TestReport, call: pytest.CallInfo[None], names: Iterable[str], features: Iterable[str]) -> None:
+    def add(self, report: pytest.TestReport, names: Iterable[str], features: Iterable[str]) -> None:
         """Count one phase of a test in all of these cells."""
         for cell in ((name, feature) for name in names for feature in features):
             if report.failed:
                 self.failed.add(cell)
-            elif call.when == "call" and report.passed:
+            elif report.when == "call" and report.passed:
                 self.passed[cell] += 1
 
     def cell(self, name: str, feature: str) -> str:
