@@ -10,7 +10,7 @@ namespace graphspec {
 namespace {
 
 // Rows handled together, and registers of sixteen outputs: as many as leave room for the weights among the vector registers. Codes with scales are read
-// from one block at a time: from two, a row took up to a quarter longer.
+// from one block at a time: from two, a row took up to a quarter longer on one thread.
 #ifdef __AVX512F__
 constexpr int TILE = 8;
 constexpr int parts_at_once(int rows, bool coded) { return rows <= 2 && !coded ? 4 : 2; }
