@@ -149,7 +149,7 @@ def _decoder(model: Any) -> nn.Module:
 
 
 def _refuse_by_config(config: Any, model: Any, decoder: nn.Module) -> None:
-    """Refuse what can be told before a pass: paged attention needs positions from outside, and KV and nothing else of every layer."""
+    """Check, before a pass, that the model takes positions as an input and that every layer keeps KV and nothing else."""
     if config.get_text_config() is not config:
         raise _Unservable("it does not read texts alone")
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
