@@ -119,6 +119,8 @@ class Drafter(nn.Module):
     """Whether it can be trained for targets with recurrent layers."""
     feeds_feature: bool = False
     """Whether its hidden state predicts the target's feature of the next position, so that the distance can be part of the loss."""
+    config: Any
+    """The settings that it was built with, a :attr:`Settings`."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -158,6 +160,7 @@ class Drafter(nn.Module):
         """A new network for ``target``. ``counts_V`` (int64): occurrences of each id in the text; None: its weights will be loaded."""
         assert isinstance(config, cls.Settings)
         draft = cls.of(target, config)
+        draft.config = config
         start_small(draft.network)
         with torch.no_grad():
             draft.start_from(target, counts_V)

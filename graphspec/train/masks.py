@@ -52,9 +52,8 @@ class MaskDrafter(Drafter):
 
     mask_id: Tensor
 
-    def __init__(self, network: nn.Module, config: MaskConfig) -> None:
+    def __init__(self, network: nn.Module) -> None:
         super().__init__(network)
-        self.config = config
         self.register_buffer("mask_id", torch.zeros((), dtype=torch.int64))
 
     def start_mask(self, target: PreTrainedModel, counts_V: Tensor | None) -> None:

@@ -193,6 +193,32 @@ def test_a_published_eagle3_head_reads_features_as_they_are():
         torch.testing.assert_close(drafter.logits(found), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize(("variant", "taps"), [("eagle3", [1, 2]), ("p_eagle", [1])])
+def test_layers_from_the_target_begin_as_the_targets_own_end(variant: str, taps: list[int], family: str) -> None:
+    """Where its taps are the stream that enters these layers, a head that sees no embedding and no other tap gives the target's logits."""
+    target, tokens = tiny_target(family), random_text(2, 12)
+    made = recipe(variant, network={**(SMALL | PARALLEL)[variant], "tap_layers": taps, "layers_from_target": True})
+    drafter = network_of(variant).build(target, made.network(), torch.arange(96).flip(0))
+    with torch.no_grad():
+        drafter.network.layers[0].self_attn.qkv_proj.weight[:, :32] = 0
+        drafter.network.fc.weight[:, :-32] = 0
+        features, logits = Target(target).view(tokens, drafter.tap_layers)
+        found = drafter.logits(next(drafter.drafts(features, tokens, 2, torch.arange(10))))
+    torch.testing.assert_close(found, logits[:, :10, drafter.target_ids()], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["eagle3", "p_eagle"])
+@pytest.mark.parametrize("freeze", [True, False])
+def test_a_frozen_output_head_stays_the_targets_rows_and_is_published(variant: str, freeze: bool, tmp_path: Path) -> None:
+    target = tiny_target()
+    texts = Texts(random_text(1, 500)[0].numpy(), {20: random_text(12, 20, seed=3).numpy()})
+    network = {**(SMALL | PARALLEL)[variant], "freeze_lm_head": freeze, "layers_from_target": True}
+    drafter, _ = train_draft(recipe(variant, network=network, unroll=2, phases=[[3, 4, 20]], lr=0.01), target, texts, tmp_path)
+    _, tensors = drafter.published(target)
+    assert torch.equal(tensors["lm_head.weight"], target.lm_head.weight[drafter.target_ids()]) is freeze
+
+
 def test_a_standalone_draft_is_an_ordinary_model(tmp_path):
     target = tiny_target("qwen3")
     drafter = build("standalone", target)
@@ -347,6 +373,7 @@ def test_both_kinds_of_text_weigh_the_same():
         ({"variant": "standalone", "network": {"hidden_size": 30}}, "train.network.num_attention_heads"),
         # The engine reads taps in ascending order only: what could not be loaded is not trained.
         ({"variant": "eagle3", "network": {"tap_layers": [1, 2, 2]}}, "train.network.tap_layers"),
+        ({"variant": "eagle3", "network": {"layers_from_target": True, "intermediate_size": 8}}, "train.network.layers_from_target"),
         ({"variant": "eagle", "raw_share": 1.5}, "train.raw_share"),
         ({"variant": "eagle", "unroll": 0}, "train.unroll"),
         ({"variant": "eagle", "phases": [[1, 1, 5]], "unroll": 4}, "train.sequence_length"),

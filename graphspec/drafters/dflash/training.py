@@ -84,7 +84,7 @@ class DFlashDrafter(MaskDrafter):
         network = DFlashDraft(replace(facts, decoder=decoder, tap_layers=tuple(taps), feature_size=width, **block), **shared_with(target))
         network.add_module("context_proj", ContextProjection(network.layers))
         begin_stream(network.fc, feature_scale(target, tuple(taps)))
-        return cls(network, config)
+        return cls(network)
 
     def start_from(self, target: PreTrainedModel, counts_V: Tensor | None) -> None:
         self.network.norm.weight.copy_(target.model.norm.weight)

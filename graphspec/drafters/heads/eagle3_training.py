@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 from ...config.checks import INT32_MAX, ascending, in_range
 from ...errors import ConfigError
 from ...facts.layouts import Layout
+from ...models.checkpoint import tensor_sources
 from ...train.drafter import Drafter, NetworkConfig, begin_stream, feature_scale, named_tensors, shared_with
 from ...train.facts import plain_facts, sized, target_facts
 from .eagle3_facts import TAP_KEY, Eagle3Facts, assumed_facts, default_taps
 from .eagle3_loading import EAGLE3_LAYOUT, EAGLE3_WRITTEN
-from .eagle3_network import Eagle3Draft
+from .eagle3_network import Eagle3Draft, Eagle3Layer
 from .tensors import renamed
 
 if TYPE_CHECKING:
@@ -35,12 +36,18 @@ class Eagle3Config(NetworkConfig):
     """Number of the most frequent ids, which it can draft; from the target's vocabulary on: all ids, and no maps in the checkpoint."""
     intermediate_size: int | None = None
     """Width of the MLP; null: the target's."""
+    layers_from_target: bool = False
+    """Start from the target's last layers, with the highest tap as the residual stream that enters them; else from small random numbers."""
+    freeze_lm_head: bool = False
+    """Keep the output head as it starts, the target's rows of the draft vocabulary; else it is trained too."""
     tap_layers: list[int] | None = None
     """The head reads the target's residual streams *entering* these layers: low, middle, high. Null: ``2, L // 2, L - 3``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         in_range("train.network.draft_vocab_size", self.draft_vocab_size, 1)
+        if self.layers_from_target and self.intermediate_size is not None:
+            raise ConfigError("train.network.layers_from_target", "false with a train.network.intermediate_size of its own", True)
         if self.tap_layers is not None:
             # Readers of the checkpoint, this engine included, accept no other order.
             ascending("train.network.tap_layers", self.tap_layers, 1, INT32_MAX)
@@ -76,6 +83,26 @@ def network_over_taps(
     return made
 
 
+def start_from_layers(network: Eagle3Draft, target: PreTrainedModel) -> None:
+    """Copy the target's last layers into the head's. ``fc`` passes the highest tap on, the residual stream that they are used to.
+
+    The target has no numbers for the half of the first layer's attention that reads the embedding, nor for that half's norm: these stay.
+    A head has no place for biases, nor for norms of queries and keys.
+    """
+    fc, width = cast("Linear", network.fc), target.config.hidden_size
+    fc.get_parameter("weight")[:, -width:] = torch.diag(1 / fc.get_buffer("input_scale")[-width:])
+    own, known = list(network.layers), list(target.model.layers)
+    for number, (layer, source) in enumerate(zip(own, known[-len(own) :], strict=True)):
+        prefix = f"layers.{number}."
+        for name, parameter in layer.named_parameters():
+            names = tensor_sources(EAGLE3_LAYOUT, prefix + name, ())
+            if isinstance(layer, Eagle3Layer) and "input_layernorm" in name:
+                continue
+            parts = [source.get_parameter(part.removeprefix(prefix).replace("hidden_norm", "input_layernorm")) for part in names]
+            value = torch.cat(parts)
+            parameter[..., -value.shape[-1] :].copy_(value)
+
+
 class Eagle3Drafter(Drafter):
     """The embedding is the target's and not part of the checkpoint."""
 
@@ -86,6 +113,7 @@ class Eagle3Drafter(Drafter):
     written: ClassVar[str] = "safeailab"
     """The layout it is published in, a key of :data:`EAGLE3_WRITTEN`."""
     network: Eagle3Draft
+    config: Eagle3Config
 
     @classmethod
     def of(cls, target: PreTrainedModel, config: Any) -> Eagle3Drafter:
@@ -103,6 +131,9 @@ class Eagle3Drafter(Drafter):
             rows = rows[network.target_token_Vd.to(rows.device)]
         if rows.shape == (own := network.lm_head.get_parameter("weight")).shape:
             own.copy_(rows)
+        own.requires_grad_(not self.config.freeze_lm_head)
+        if self.config.layers_from_target:
+            start_from_layers(network, target)
 
     def published(self, target: PreTrainedModel) -> tuple[dict[str, object], dict[str, Tensor]]:
         """``eagle_aux_hidden_state_layer_ids`` counts layers by their *output*, one less than the layer whose input is tapped."""

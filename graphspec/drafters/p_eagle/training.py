@@ -44,11 +44,12 @@ class PEagleDrafter(MaskDrafter, Eagle3Drafter):
     layout = P_EAGLE_LAYOUT
     written = "speculators"
     network: PEagleDraft
+    config: PEagleConfig
 
     @classmethod
     def of(cls, target: PreTrainedModel, config: Any) -> PEagleDrafter:
         facts, _ = assumed_facts(Path(), target_facts(target))
-        return cls(network_over_taps(PEagleDraft, facts, target, config, config.num_hidden_layers), config)
+        return cls(network_over_taps(PEagleDraft, facts, target, config, config.num_hidden_layers))
 
     @property
     def scale_F(self) -> Tensor:
