@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from graphspec.errors import ConfigError
+from graphspec.kernels.attention.fused import _latent
 from graphspec.kernels.attention.fused import latent_attention as fused
 from graphspec.kernels.attention.fused import latent_kv_write as fused_write
 from graphspec.kernels.attention.latent_attention import latent_attention
@@ -176,8 +177,8 @@ def test_holes_in_what_is_seen_may_hold_nan() -> None:
 
 def test_splits_grow_with_the_lane_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few splits allowed: a long lane has larger ones next to a short lane, and both have the bits they have alone."""
-    monkeypatch.setattr(fused, "SPLIT", 32)
-    monkeypatch.setattr(fused, "SPLITS", 4)
+    monkeypatch.setattr(_latent, "SPLIT", 32)
+    monkeypatch.setattr(_latent, "SPLITS", 4)
     case = call([10, 400], 2, 2, columns=28)
     out = fused.OP(**case)
     assert_right(case, out)
@@ -251,13 +252,13 @@ def test_write_touches_its_slots_and_nothing_else() -> None:
 
 def test_groups_of_tiles_share_their_partials_and_no_bit_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Partials of one launch hold a part of the tiles: two, one and all give the same bits, in tiles that cross lanes and end half full."""
-    monkeypatch.setattr(fused, "SPLIT", 32)
+    monkeypatch.setattr(_latent, "SPLIT", 32)
     case = call([70, 13], 3, 7, columns=6)
     whole = fused.OP(**case)
     assert_right(case, whole)
     one = 3 * 16 * (24 + 2) * 4  # splits, rows of a float32 tile, channels and the two statistics of each
     for scratch in (one, 2 * one, 4 * one - 1):
-        monkeypatch.setattr(fused, "SCRATCH", scratch)
+        monkeypatch.setattr(_latent, "SCRATCH", scratch)
         with recording() as launches:
             fused.latent_attention(**case)
         merges = [launch for launch in launches if launch.kernel.fn.__name__ == "_merge"]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from graphspec.kernels import op_of
+from graphspec.kernels.attention.fused import _latent
 from graphspec.kernels.attention.fused import latent_attention as by_slot
 from graphspec.kernels.attention.fused import latent_position_attention as fused
 from tests.kernels.cases.attention import random_latent_pool
@@ -25,8 +26,8 @@ LATENT, ROPE = 24, 8
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fresh memory holds NaN; splits of 32 slots, at most four, so that short tables have many and lengths double them."""
     torch.use_deterministic_algorithms(True)
-    monkeypatch.setattr(by_slot, "SPLIT", 32)
-    monkeypatch.setattr(by_slot, "SPLITS", 4)
+    monkeypatch.setattr(_latent, "SPLIT", 32)
+    monkeypatch.setattr(_latent, "SPLITS", 4)
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -123,7 +124,7 @@ def test_any_order_of_programs(order: int | None, monkeypatch: pytest.MonkeyPatc
     row = Row(121, 5)
     case = row.tree(random_tree(5, row.generator))
     expected = run(fused.latent_attention, case)
-    monkeypatch.setattr(by_slot, "SCRATCH", 2 * 4 * 64 * (LATENT + 2) * 4)
+    monkeypatch.setattr(_latent, "SCRATCH", 2 * 4 * 64 * (LATENT + 2) * 4)
     with program_order(order):
         assert torch.equal(run(fused.latent_attention, case), expected)
 

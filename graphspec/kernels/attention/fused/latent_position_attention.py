@@ -12,23 +12,19 @@ ways.
 
 from __future__ import annotations
 
-import math
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ....errors import ConfigError
-from ...fused.launch import launch, operator
+from ...fused.launch import operator
 from ...fused.work import works
 from ...registry import op_of
-from . import latent_attention as by_slot
+from ._latent import attend, check_words, prefix_work, splits_of
 from ._positions import _halves, _nth_one, _ones
 
 
-@works(by_slot._work)  # noqa: SLF001 - the same bytes in the same blocks
+@works(prefix_work)
 @triton.jit(do_not_specialize=["first_pair"])
 def _latent_position_attention(
     query_latent, query_rope, pool, table, begin, end, valid, ancestors, out, peak, total, scale,
@@ -144,40 +140,12 @@ def _attend(
     ancestors: Tensor | None,
     scale: float,
 ) -> Tensor:
-    lanes, tokens, heads, width = query_latent.shape
-    rope, page_size = query_rope.shape[-1], latent_pool.shape[3]
-    # By the width of the table, in which an engine's rows all have their pages: prompts and cycles are cut alike.
-    splits = min(by_slot.SPLITS, triton.cdiv(table.shape[1] * page_size, by_slot.SPLIT))
-    block_m, block_n = by_slot._blocks(query_latent.dtype)  # noqa: SLF001 - the same tiles
-    out = query_latent.new_empty(lanes, tokens, heads, width)
-    tiles = triton.cdiv(heads, block_m)
-    pairs = lanes * tokens * tiles
-    group = by_slot._group(pairs, splits * block_m * (width + 2) * 4)  # noqa: SLF001
-    # One split is merged like many: without the division there, results and accumulators share the registers.
-    partial = out.new_empty(group * block_m, splits, width, dtype=torch.float32)
-    peak, total = (out.new_empty(group * block_m, splits, dtype=torch.float32) for _ in range(2))
-    latent, turned = triton.next_power_of_2(max(width, 16)), triton.next_power_of_2(max(rope, 16))
-    begin, end = begin.contiguous(), end.contiguous()
-    valid, ancestors = (None if each is None else each.contiguous() for each in (valid, ancestors))
-    for first in range(0, pairs, group):
-        taken = min(group, pairs - first)
-        launch(
-            _latent_position_attention, (splits, taken),
-            query_latent, query_rope, latent_pool[layer], table, begin, end, valid, ancestors,
-            partial, peak, total, scale * math.log2(math.e),
-            first, tiles, tokens, heads, width, rope, table.shape[1], splits, table.stride(0),
-            *query_latent.stride()[:3], *query_rope.stride()[:3],
-            SPLITS=by_slot.SPLITS, SPLIT=by_slot.SPLIT, DOUBLINGS=by_slot.DOUBLINGS,
-            WORDS=0 if ancestors is None else ancestors.shape[-1], CHUNK=valid is not None, PAGE=page_size,
-            LATENT=latent, ROPE=turned, EXACT=(latent, turned) == (width, rope), BLOCK_M=block_m, BLOCK_N=block_n,
-            num_warps=8 if query_latent.dtype.itemsize == 2 else 4, num_stages=3,
-        )  # fmt: skip
-        launch(
-            by_slot._merge, (taken * block_m,),  # noqa: SLF001 - a token of a lane is a lane of it
-            partial, peak, total, out, first, tiles, heads, splits, width,
-            SPLITS=by_slot.SPLITS, MERGE=by_slot.MERGE, LATENT=latent, BLOCK_M=block_m,
-        )  # fmt: skip
-    return out
+    # By the width of the table, in which an engine's rows all have their pages: prompts and cycles are cut alike. One split is merged like
+    # many: without the division there, results and accumulators share the registers.
+    return attend(
+        _latent_position_attention, query_latent, query_rope, latent_pool, layer, table, begin, end, valid, ancestors, scale,
+        tokens_of_tile=1, splits=splits_of(table, latent_pool), merged=True,
+    )  # fmt: skip
 
 
 def latent_attention(
@@ -191,8 +159,7 @@ def latent_attention(
     ancestors_BTX: Tensor,
     scale: float,
 ) -> Tensor:
-    if ancestors_BTX.shape[-1] > by_slot.WINDOW // 64:
-        raise ConfigError("ancestors_BTX", f"at most {by_slot.WINDOW // 64} words", ancestors_BTX.shape[-1])
+    check_words(ancestors_BTX)
     return _attend(
         query_latent_BTQL, query_rope_BTQR, latent_pool, layer, table_BP, prefix_begin_BT, prefix_end_B, None, ancestors_BTX, scale
     )
