@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from graphspec.kernels import op_of
-from graphspec.kernels.attention.tree_attention import visible_slots
 from graphspec.kernels.op import KernelOp
-from tests.kernels.cases.attention import poison_unseen, random_pool
+from tests.kernels.cases.attention import poison_unseen, random_pool, visible_slots
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

@@ -31,12 +31,11 @@ from graphspec.facts.families import LLAMA
 from graphspec.facts.multipliers import Multipliers
 from graphspec.facts.rope import NO_ROPE
 from graphspec.kernels import native, select_kernels
-from graphspec.kernels.attention.tree_attention import visible_slots
 from graphspec.models.attention import ChunkAttention, TreeAttention
 from graphspec.models.decoder import Decoder
 from graphspec.models.layers import Linear
 from graphspec.models.stack import pack_network
-from tests.kernels.cases.attention import poison_unseen
+from tests.kernels.cases.attention import poison_unseen, visible_slots
 from tests.support.engines import mirror_pair
 from tests.support.moe_checkpoints import write_mixture
 from tests.support.plans import plan

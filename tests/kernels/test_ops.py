@@ -16,11 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphspec.errors import ConfigError
 from graphspec.kernels import OPS, KernelOp, op_of, select_kernels
-from graphspec.kernels.attention.tree_attention import visible_slots
 from graphspec.kernels.linear.packed import Packed, dequantise
 from graphspec.kernels.sampling.noise import counter_hash, gumbel_noise, mix32
 from graphspec.kernels.sampling.topk import stable_topk
 from tests.kernels.cases import cases_of
+from tests.kernels.cases.attention import visible_slots
 from tests.support.fake_cuda import NoHostTraffic, load_cuda_guard
 from tests.support.interpreter import interpreter_warnings
 

@@ -329,7 +329,7 @@ _PARTS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
 def _check_parts(line: Line) -> None:
     """Check every list and object of a side. One that is missing or null was not measured."""
     for key, (kind, ok, expected) in _PARTS.items():
-        value = line.get(key, kind())
+        value: Any = line.get(key, kind())
         if not isinstance(value, kind):
             line.fail(key, expected, repr(value)[:80])
         for entry in value.items() if kind is dict else value:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Generator, Tensor
 
-from graphspec.kernels.attention.tree_attention import visible_slots
 from graphspec.kernels.op import Case
 
 
@@ -53,6 +52,20 @@ def random_pool(
     pages = lanes * columns + 1
     table = (torch.randperm(pages - 1, generator=generator) + 1).view(lanes, columns).to(torch.int32)
     return torch.randn(layers, 2, pages, page_size, heads, dim, generator=generator), table
+
+
+def visible_slots(prefix_begin_BT: Tensor, prefix_end_B: Tensor, ancestors_BTX: Tensor, length: int) -> Tensor:
+    """Visibility, bool ``[B, T, length]``, by plain loops, independent of the reference."""
+    lanes, tokens, words = ancestors_BTX.shape
+    visible = torch.zeros(lanes, tokens, length, dtype=torch.bool)
+    for lane in range(lanes):
+        end = int(prefix_end_B[lane])
+        for token in range(tokens):
+            visible[lane, token, max(0, int(prefix_begin_BT[lane, token])) : max(0, end)] = True
+            for j in range(64 * words):
+                if int(ancestors_BTX[lane, token, j // 64]) >> (j % 64) & 1 and 0 <= end + j < length:
+                    visible[lane, token, end + j] = True
+    return visible
 
 
 def poison_unseen(kv_pool: Tensor, table_BP: Tensor, visible_BTL: Tensor) -> None:

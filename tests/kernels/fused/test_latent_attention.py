@@ -15,9 +15,8 @@ from graphspec.kernels.attention.fused import latent_kv_write as fused_write
 from graphspec.kernels.attention.latent_attention import latent_attention
 from graphspec.kernels.attention.latent_chunk_attention import latent_chunk_attention
 from graphspec.kernels.attention.latent_kv_write import latent_kv_write
-from graphspec.kernels.attention.tree_attention import visible_slots
 from graphspec.kernels.fused.launch import recording
-from tests.kernels.cases.attention import poison_unseen, random_latent_pool
+from tests.kernels.cases.attention import poison_unseen, random_latent_pool, visible_slots
 from tests.kernels.proof.attention import latent_attention_case
 
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from graphspec.errors import ConfigError
 from graphspec.kernels import op_of
 from graphspec.kernels.attention.fused import tree_attention as fused
-from graphspec.kernels.attention.tree_attention import visible_slots
 from graphspec.kernels.fused.launch import recording, semaphores
-from tests.kernels.cases.attention import poison_unseen, random_pool
+from tests.kernels.cases.attention import poison_unseen, random_pool, visible_slots
 
 from ._programs import ORDERS, program_order, side_by_side
 
