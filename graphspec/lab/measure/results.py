@@ -291,7 +291,11 @@ def _number_or_none(value: object) -> bool:
     return value is None or _number(value)
 
 
-def _row(name: str, *numbers: str) -> tuple[type, Callable[[Any], bool], str]:
+Part = tuple[type[list[Any] | dict[str, Any]], Callable[[Any], bool], str]
+"""A list or an object, what each of its entries or items must be, and both in words."""
+
+
+def _row(name: str, *numbers: str) -> Part:
     """A part that is a list of objects: each with a text, and with numbers or nulls for the other keys."""
 
     def is_row(row: object) -> bool:
@@ -312,7 +316,7 @@ def _is_figure(item: tuple[str, Any]) -> bool:
     return all(map(_number_or_none, item[1].values() if isinstance(item[1], dict) else item[1:]))
 
 
-_PARTS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+_PARTS: dict[str, Part] = {
     "stages": _row("name", "ms", "bytes", "floor_ms", "percent_of_floor"),
     "build": _row("program", "warm_up_s", "capture_s", "bytes"),
     "memory": _row("name", "bytes"),
@@ -323,16 +327,16 @@ _PARTS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     **dict.fromkeys((*SPEEDS, *LATENCIES), (dict, _is_spread, "an object whose rounds are a list of numbers")),
     "open_loop": (dict, _is_figure, "an object of numbers, nulls, and objects of numbers"),
 }
-"""What a side may have: a list or an object, what each of its entries or items must be, and both in words."""
+"""What a side may have."""
 
 
 def _check_parts(line: Line) -> None:
     """Check every list and object of a side. One that is missing or null was not measured."""
     for key, (kind, ok, expected) in _PARTS.items():
-        value: Any = line.get(key, kind())
+        value = line.get(key, kind())
         if not isinstance(value, kind):
             line.fail(key, expected, repr(value)[:80])
-        for entry in value.items() if kind is dict else value:
+        for entry in value.items() if isinstance(value, dict) else value:
             if not ok(entry):
                 line.fail(key, expected, repr(entry)[:80])
     if not _number_or_none(line.record.get("stretch_tokens")):
