@@ -20,7 +20,7 @@ from graphspec.shapes import GraphKey
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention
 from tests.support.engines import ids, prompts
 from tests.support.features import of_family
-from tests.support.variants import Family, build_family
+from tests.support.variants import Family
 
 LENGTH = 18
 CHAIN = {"num_steps": 4, "topk": 1, "num_draft_tokens": 5}
@@ -57,11 +57,6 @@ CASES: list[tuple[str, dict[str, Any], int, int, int, int]] = [
 
 
 NETWORKS = ("eagle", "mtp-1", "mtp-3", "standalone")
-
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return build_family(tmp_path_factory.mktemp("family"))
 
 
 def name_of(value: object) -> str | None:

@@ -30,7 +30,7 @@ from tests.support.depths import Launches, RandomDepth, ScriptedDepth
 from tests.support.engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts, watch_schedulers
 from tests.support.tape import TapeCapturer
 from tests.support.tiny import same_bits, structure_plan, tiny_networks
-from tests.support.variants import Family, build_family
+from tests.support.variants import Family
 
 from .test_scheduler import Case, Device, Row
 
@@ -45,17 +45,6 @@ NETWORKS = ("chain", "tree", "hidden-feature", "no-feature", "one-head", "latent
 def misses(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A draft that is right most of the time."""
     return mirror_pair(tmp_path_factory.mktemp("misses"), noise=0.8)
-
-
-@pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A draft that is always right; a slot, position or feature that is off by one shows as a miss."""
-    return mirror_pair(tmp_path_factory.mktemp("twin"))
-
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return build_family(tmp_path_factory.mktemp("family"))
 
 
 @pytest.fixture(scope="module")

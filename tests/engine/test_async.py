@@ -18,7 +18,7 @@ from graphspec.api.outputs import StreamEvent, cumulative
 from graphspec.errors import RequestError, ResourceError
 from graphspec.graphs.cycle import Cycle
 from graphspec.shapes import GREEDY
-from tests.support.engines import CHAIN, Pair, ids, mirror_pair, prompts
+from tests.support.engines import CHAIN, Pair, ids, prompts
 from tests.support.interrupts import Fault
 from tests.support.lockstep import PAUSE
 
@@ -27,11 +27,6 @@ from .test_shared_engine import assert_idle, expected
 LENGTH = 16
 PARAMS = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
 ENDLESS = SamplingParams(max_tokens=80, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return mirror_pair(tmp_path_factory.mktemp("pair"), noise=0.8)
 
 
 async def collect(llm: AsyncLLM, prompt: Any, params: SamplingParams = PARAMS) -> dict[int, list[int]]:

@@ -13,7 +13,7 @@ from graphspec.graphs.programs import Key
 from graphspec.graphs.stages.mailbox import Message
 from graphspec.plan.buffers import POISON, Status
 from graphspec.shapes import GraphKey
-from tests.support.engines import CHAIN, TREE, Pair, Watched, idle_rows, ids, mirror_pair, prompts, watch_schedulers
+from tests.support.engines import CHAIN, TREE, Pair, Watched, idle_rows, ids, prompts, watch_schedulers
 
 PLAIN: dict[str, Any] = {"variant": "none"}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -24,11 +24,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tree-ahead": {**TREE, "page_size": 5, "cycles_in_flight": 3},
 }
 BUDGETS = [14, 3, 8, 1, 9, 11]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return mirror_pair(tmp_path_factory.mktemp("pair"), noise=0.8)
 
 
 class Poisoner:
