@@ -25,6 +25,7 @@ from tests.support.checkpoints import (
     write_eagle3,
     write_hf,
 )
+from tests.support.float_law import assert_float_law
 
 THETA = 500.0
 
@@ -92,12 +93,6 @@ def straight_line(
     return torch.stack(outputs), torch.stack(logits)
 
 
-def assert_as_good(found: torch.Tensor, reference: torch.Tensor, exact: torch.Tensor) -> None:
-    """At most twice the error the same equations have in float32."""
-    error, allowed = (found - exact).abs().max(), (reference - exact).abs().max()
-    assert error <= 2 * allowed + torch.finfo(torch.float32).eps * exact.abs().max()
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(3, 1), (6, 3), (5, 5)])
 def test_head_equals_the_equations(num_heads: int, num_kv_heads: int, tmp_path: Any, target_path: Any) -> None:
@@ -108,20 +103,20 @@ def test_head_equals_the_equations(num_heads: int, num_kv_heads: int, tmp_path: 
     tokens = [4, 9, 60, 0, 9, 33, 2]
     fused = draft.fuse(feature_BTF)
     fc = raw["fc.weight"]
-    assert_as_good(fused[0], torch.stack([fc @ row for row in feature_BTF[0]]), feature_BTF[0].double() @ fc.double().T)
+    assert_float_law(fused[0], torch.stack([fc @ row for row in feature_BTF[0]]), feature_BTF[0].double() @ fc.double().T)
     attention = DenseAttention.prompt(1, 7)
     attention.position_BT = attention.position_BT + 40  # beyond the head's own max_position_embeddings of 32
     found = draft(torch.tensor([tokens]), fused, attention)
     logits = draft.logits(found)
     reference, exact = (straight_line(raw, target.embed_tokens.weight, tokens, fused[0], 40, d) for d in (torch.float32, torch.float64))
     for mine, low, high in zip((found[0], logits[0]), reference, exact, strict=True):
-        assert_as_good(mine, low, high)
+        assert_float_law(mine, low, high)
     assert logits.dtype == torch.float32
     assert logits.shape == (1, 7, 23)
     # its own output is what the next step takes, without fc
     second = draft(torch.tensor([tokens]), found, attention)
     reference, exact = (straight_line(raw, target.embed_tokens.weight, tokens, found[0], 40, d) for d in (torch.float32, torch.float64))
-    assert_as_good(second[0], reference[0], exact[0])
+    assert_float_law(second[0], reference[0], exact[0])
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ from graphspec.facts import read_model_facts
 from graphspec.models.target import load_target
 from graphspec.models.token_map import apply_token_map
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, eagle3_tensors, edit_tensors, write_eagle3, write_hf
+from tests.support.float_law import assert_float_law
 from tests.support.hybrid_checkpoints import build_hybrid, expert_head
 from tests.support.mtp_checkpoints import (
     HEAD_DIM,
@@ -109,12 +110,6 @@ def straight_line(
     return torch.stack(outputs)
 
 
-def assert_as_good(found: torch.Tensor, reference: torch.Tensor, exact: torch.Tensor) -> None:
-    """At most twice the error the same equations have in float32."""
-    error, allowed = (found - exact).abs().max(), (reference - exact).abs().max()
-    assert error <= 2 * allowed + torch.finfo(torch.float32).eps * exact.abs().max()
-
-
 def check(
     draft: Any, target: Any, raws: list[dict[str, torch.Tensor]], layout: str, first: int, *, windows: Any = None, **keys: Any
 ) -> None:
@@ -133,11 +128,11 @@ def check(
         reference, exact = (
             straight_line(raw, layout, first + number, embedding, hidden, dtype, **keys) for dtype in (torch.float32, torch.float64)
         )
-        assert_as_good(found[0], reference, exact)
+        assert_float_law(found[0], reference, exact)
         assert attention.layers == [number]
         logits = draft.logits(found, step=step)
         assert logits.dtype == torch.float32
-        assert_as_good(logits[0], reference @ head.T, exact @ head.double().T)
+        assert_float_law(logits[0], reference @ head.T, exact @ head.double().T)
         hidden = found[0]
 
 

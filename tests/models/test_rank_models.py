@@ -20,6 +20,7 @@ from graphspec.models.target import load_target
 from graphspec.models.vocabulary import VocabParallelLinear
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, architecture_of, build_hf, write_hf
 from tests.support.features import marked
+from tests.support.float_law import assert_float_law
 from tests.support.moe_checkpoints import build_mixture, mixture_of
 from tests.support.rank_threads import ThreadComm, count_numbers_read, together
 
@@ -87,8 +88,7 @@ def test_ranks_together_have_the_logits_of_transformers(name: str, size: int, tm
         assert torch.equal(other_logits, logits) and torch.equal(other_features, features)
     with torch.inference_mode():
         theirs, exact = (each(token_BT, output_hidden_states=True) for each in (model, in_float64(model)))
-    error, allowed = (logits - exact.logits).abs().max(), (theirs.logits - exact.logits).abs().max()
-    assert error <= 2 * allowed + torch.finfo(torch.float32).eps * exact.logits.abs().max()
+    assert_float_law(logits, theirs.logits, exact.logits)
     assert torch.equal(logits.argmax(-1), theirs.logits.argmax(-1))
 
 

@@ -12,6 +12,7 @@ from graphspec.errors import ConfigError
 from graphspec.kernels import op_of
 from graphspec.kernels.attention.fused import chunk_attention as fused
 from tests.kernels.cases.attention import poison_unseen, random_pool
+from tests.support.float_law import assert_float_law, widened
 
 OP = op_of("chunk_attention")
 
@@ -71,13 +72,7 @@ def run(case: Case) -> Tensor:
 
 
 def assert_law(case: Case) -> None:
-    """Error against float64 at most twice that of the reference, plus one rounding of the output's dtype."""
-    oracle = OP.reference(**{k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in case.items()})
-    found, reference = run(case), OP.reference(**case)
-    assert found.dtype == reference.dtype and found.isfinite().all()
-    own = (reference.double() - oracle).abs().max()
-    rounding = torch.finfo(found.dtype).eps * oracle.abs().max()
-    assert (found.double() - oracle).abs().max() <= 2 * own + rounding
+    assert_float_law(run(case), OP.reference(**case), OP.reference(**widened(case)))
 
 
 @pytest.mark.parametrize(("tokens", "page_size"), [(31, 1), (32, 3), (33, 16), (65, 16)])

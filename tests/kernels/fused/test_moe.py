@@ -17,6 +17,7 @@ from graphspec.kernels.linear.fused import packed_moe_mlp as packed
 from graphspec.kernels.linear.moe_mlp import moe_mlp
 from graphspec.kernels.linear.moe_route import moe_route
 from graphspec.kernels.linear.packed import Packed, dequantise
+from tests.support.float_law import assert_float_law, widened
 
 
 @pytest.fixture(autouse=True)
@@ -117,11 +118,8 @@ def call(tokens: int, topk: int, experts: int, hidden: int, width: int, seed: in
 
 
 def assert_right(case: dict[str, Any]) -> Tensor:
-    oracle = moe_mlp(**{k: v.double() if v.is_floating_point() else v for k, v in case.items()})
-    reference, found = moe_mlp(**case), fused.OP(**case)
-    own = (reference.double() - oracle).abs().max()
-    assert found.dtype == reference.dtype and found.isfinite().all()
-    assert (found.double() - oracle).abs().max() <= 2 * own + torch.finfo(torch.float32).eps * oracle.abs().max()
+    found = fused.OP(**case)
+    assert_float_law(found, moe_mlp(**case), moe_mlp(**widened(case)))
     counters = launch.semaphores(torch.device("cpu"), 1)
     assert not counters.any(), "a counter was not given back at 0"
     return found
@@ -212,7 +210,7 @@ def test_bits_of_a_token_do_not_depend_on_the_batch(gated: bool) -> None:
 
 def test_half_precision() -> None:
     case = {k: v.half() if v.is_floating_point() and k != "weight_TK" else v for k, v in call(4, 2, 5, 48, 32).items()}
-    oracle = moe_mlp(**{k: v.double() if v.is_floating_point() else v for k, v in case.items()})
+    oracle = moe_mlp(**widened(case))
     out = fused.OP(**case)
     assert out.dtype == torch.float16
     assert (out.double() - oracle).abs().max() <= 2e-3 * oracle.abs().max()

@@ -13,6 +13,7 @@ from graphspec.kernels import op_of
 from graphspec.kernels.attention.fused import tree_attention as fused
 from graphspec.kernels.fused.launch import recording, semaphores
 from tests.kernels.cases.attention import poison_unseen, random_pool, visible_slots
+from tests.support.float_law import assert_float_law, widened
 
 from ._programs import ORDERS, program_order, side_by_side
 
@@ -86,13 +87,7 @@ def run(case: Case) -> Tensor:
 
 
 def assert_law(case: Case) -> None:
-    """Error against float64 at most twice that of the reference, plus one rounding of the output's dtype."""
-    oracle = OP.reference(**{k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in case.items()})
-    found, reference = run(case), OP.reference(**case)
-    assert found.dtype == reference.dtype and found.isfinite().all()
-    own = (reference.double() - oracle).abs().max()
-    rounding = torch.finfo(found.dtype).eps * oracle.abs().max()
-    assert (found.double() - oracle).abs().max() <= 2 * own + rounding
+    assert_float_law(run(case), OP.reference(**case), OP.reference(**widened(case)))
 
 
 @pytest.mark.parametrize(("tokens", "page_size"), [(31, 1), (32, 3), (33, 16), (63, 3), (64, 16), (65, 1)])
