@@ -16,6 +16,7 @@ from tests.support.checkpoints import (
     MODELOPT,
     VOCAB_SIZE,
     DenseAttention,
+    assert_inert_rows,
     build_hf,
     eagle3_tensors,
     eagle_tensors,
@@ -166,19 +167,8 @@ def test_full_vocabulary_needs_no_map_and_may_share_the_head(tmp_path: Any, targ
     assert torch.equal(target.lm_head.weight, load_target(target.facts, (), 8, torch.float32, "cpu").lm_head.weight)
 
 
-@torch.inference_mode()
 def test_inert_rows_change_nothing_even_with_nan_features(tmp_path: Any, target_path: Any) -> None:
-    draft, _ = load(write_eagle3(tmp_path, eagle3_tensors()), target_path)
-    token_BT = torch.tensor([[5, 6, -1, -1]])
-    hidden_BTH = torch.randn(1, 4, 48, generator=torch.Generator().manual_seed(2))
-    hidden_BTH[:, 2:] = float("nan")
-    attention = DenseAttention.prompt(1, 4)
-    attention.valid_BT = token_BT >= 0
-    found = draft(token_BT, hidden_BTH, attention)
-    assert found.isfinite().all()
-    assert torch.equal(found, draft(token_BT, hidden_BTH.nan_to_num(0.0), attention))
-    attention.valid_BT = torch.ones_like(attention.valid_BT)
-    assert not draft(token_BT, hidden_BTH, attention).isfinite().all()
+    assert_inert_rows(load(write_eagle3(tmp_path, eagle3_tensors()), target_path)[0])
 
 
 def test_rope_comes_from_the_head_alone(tmp_path: Any) -> None:

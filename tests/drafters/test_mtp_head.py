@@ -14,7 +14,7 @@ from graphspec.errors import CheckpointError
 from graphspec.facts import read_model_facts
 from graphspec.models.target import load_target
 from graphspec.models.token_map import apply_token_map
-from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, eagle3_tensors, edit_tensors, write_eagle3, write_hf
+from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, assert_inert_rows, eagle3_tensors, edit_tensors, write_eagle3, write_hf
 from tests.support.float_law import assert_float_law
 from tests.support.hybrid_checkpoints import build_hybrid, expert_head
 from tests.support.mtp_checkpoints import (
@@ -293,19 +293,8 @@ def test_other_matrices_than_the_targets_are_used_and_named(part: str, tmp_path:
     assert draft.embed_tokens is target.embed_tokens
 
 
-@torch.inference_mode()
 def test_inert_rows_change_nothing_even_with_nan_features(tmp_path: Path) -> None:
-    draft, _ = load(write_heads(tmp_path / "draft", head_tensors("deepseek")), write_target(tmp_path / "target"))
-    token_BT = torch.tensor([[5, 6, -1, -1]])
-    hidden_BTH = torch.randn(1, 4, HIDDEN, generator=torch.Generator().manual_seed(2))
-    hidden_BTH[:, 2:] = float("nan")
-    attention = DenseAttention.prompt(1, 4)
-    attention.valid_BT = token_BT >= 0
-    found = draft(token_BT, hidden_BTH, attention)
-    assert found.isfinite().all()
-    assert torch.equal(found, draft(token_BT, hidden_BTH.nan_to_num(0.0), attention))
-    attention.valid_BT = torch.ones_like(attention.valid_BT)
-    assert not draft(token_BT, hidden_BTH, attention).isfinite().all()
+    assert_inert_rows(load(write_heads(tmp_path / "draft", head_tensors("deepseek")), write_target(tmp_path / "target"))[0])
 
 
 @torch.inference_mode()

@@ -10,10 +10,10 @@ import pytest
 
 from graphspec.api.llm import SamplingParams
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.engines import ids, prompts
+from tests.support.engines import CHAIN, TREE, WIDE, ids, prompts
 from tests.support.variants import Family
 
-from .test_variants import CHAIN, HEADS, PATHS, STATIC, TREE, WIDE, make, mixed, name_of
+from .test_variants import HEADS, PATHS, STATIC, make, mixed, name_of
 
 pytestmark = pytest.mark.full
 

@@ -78,11 +78,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
+def _without_gradients() -> Iterator[None]:
     with torch.no_grad():
         yield
-    torch.set_num_threads(before)
 
 
 def facts(**keys: Any) -> ModelFacts:

@@ -86,11 +86,6 @@ MIXTURES = ("qwen3_moe", "qwen2_moe", "olmoe", "ernie4_5_moe", "dots1", "glm4_mo
 READ_BY_TRANSFORMERS = ("gemma2", "gemma3", "qwen3moe", "qwen2moe")
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def architecture(name: str) -> str:
     """The class of transformers of a case."""
     family = CASES[name][0]

@@ -31,11 +31,6 @@ HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_hea
 LENGTH = 20
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def tiled(tensor: Tensor, dim: int, size: int) -> Tensor:
     """From heads by key head to all first ones, then all second ones."""
     keys, repeats = HEADS["linear_num_key_heads"], HEADS["linear_num_value_heads"] // HEADS["linear_num_key_heads"]

@@ -20,15 +20,7 @@ Case = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory holds NaN."""
-    empty = torch.empty
-
-    def poisoned(*size: Any, **options: Any) -> Tensor:
-        made = empty(*size, **options)
-        return made.fill_(torch.nan) if made.is_floating_point() else made
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch, nan_memory: None) -> None:
     monkeypatch.setattr(fused, "tile_shape", lambda dim, dtype: (32, 32, 4, 1))
 
 

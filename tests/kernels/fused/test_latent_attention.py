@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,13 +19,7 @@ from tests.kernels.cases.attention import poison_unseen, random_latent_pool, vis
 from tests.kernels.proof.attention import latent_attention_case
 from tests.support.float_law import assert_float_law, widened
 
-
-@pytest.fixture(autouse=True)
-def _poisoned_outputs() -> Iterator[None]:
-    """What ``torch.empty`` gives is NaN, so that an element that is not written shows."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("nan_memory")
 
 
 def call(

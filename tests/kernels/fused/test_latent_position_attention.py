@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,13 +21,10 @@ LATENT, ROPE = 24, 8
 
 
 @pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fresh memory holds NaN; splits of 32 slots, at most four, so that short tables have many and lengths double them."""
-    torch.use_deterministic_algorithms(True)
+def _small_splits(monkeypatch: pytest.MonkeyPatch, nan_memory: None) -> None:
+    """Splits of 32 slots, at most four, so that short tables have many and lengths double them."""
     monkeypatch.setattr(by_slot, "SPLIT", 32)
     monkeypatch.setattr(by_slot, "SPLITS", 4)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 class Row:

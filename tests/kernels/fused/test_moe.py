@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,13 +19,7 @@ from graphspec.kernels.linear.moe_route import moe_route
 from graphspec.kernels.linear.packed import Packed, dequantise
 from tests.support.float_law import assert_float_law, widened
 
-
-@pytest.fixture(autouse=True)
-def _poisoned_outputs() -> Iterator[None]:
-    """What ``torch.empty`` gives is NaN, so that an element that is not written shows."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("nan_memory")
 
 
 def _hf_router(name: str, experts: int, topk: int, groups: int, topk_groups: int, scaling: float, normalize: bool) -> Any:
@@ -125,6 +119,13 @@ def assert_right(case: dict[str, Any]) -> Tensor:
     return found
 
 
+def assert_theirs(module: torch.nn.Module, case: dict[str, Any]) -> None:
+    with torch.no_grad():
+        expected = module(case["x_TH"], case["index_TK"], case["weight_TK"])
+    torch.testing.assert_close(moe_mlp(**case), expected)
+    torch.testing.assert_close(fused.OP(**case), expected)
+
+
 @pytest.mark.parametrize(("tokens", "topk", "experts"), [(3, 2, 16), (6, 3, 4)])
 def test_experts_are_those_of_transformers(tokens: int, topk: int, experts: int) -> None:
     from transformers import DeepseekV3Config
@@ -135,10 +136,7 @@ def test_experts_are_those_of_transformers(tokens: int, topk: int, experts: int)
     config._experts_implementation = "eager"
     module = DeepseekV3Experts(config)
     module.gate_up_proj.data, module.down_proj.data = case["gate_up_EFH"], case["down_EHF"]
-    with torch.no_grad():
-        expected = module(case["x_TH"], case["index_TK"], case["weight_TK"])
-    torch.testing.assert_close(moe_mlp(**case), expected)
-    torch.testing.assert_close(fused.OP(**case), expected)
+    assert_theirs(module, case)
 
 
 @pytest.mark.parametrize(("tokens", "topk", "experts"), [(3, 2, 16), (6, 3, 4)])
@@ -151,10 +149,7 @@ def test_experts_without_a_gate_are_those_of_transformers(tokens: int, topk: int
     config._experts_implementation = "eager"
     module = NemotronHExperts(config)
     module.up_proj.data, module.down_proj.data = case["gate_up_EFH"], case["down_EHF"]
-    with torch.no_grad():
-        expected = module(case["x_TH"], case["index_TK"], case["weight_TK"])
-    torch.testing.assert_close(moe_mlp(**case), expected)
-    torch.testing.assert_close(fused.OP(**case), expected)
+    assert_theirs(module, case)
 
 
 GATED = pytest.mark.parametrize("gated", [True, False], ids=["gated", "relu2"])
@@ -229,10 +224,7 @@ def test_clamped_experts_with_biases_are_those_of_transformers(tokens: int, topk
     module.gate_up_proj.data = case["gate_up_EFH"][:, turns].transpose(1, 2)
     module.gate_up_proj_bias.data = case["gate_up_bias_EF"][:, turns]
     module.down_proj.data, module.down_proj_bias.data = case["down_EHF"].transpose(1, 2), case["down_bias_EH"]
-    with torch.no_grad():
-        expected = module(case["x_TH"], case["index_TK"], case["weight_TK"])
-    torch.testing.assert_close(moe_mlp(**case), expected)
-    torch.testing.assert_close(fused.OP(**case), expected)
+    assert_theirs(module, case)
 
 
 def clamped(experts: int, hidden: int, width: int) -> dict[str, Any]:

@@ -23,15 +23,8 @@ TREE, CHUNK = op_of("tree_attention"), op_of("chunk_attention")
 
 
 @pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory holds NaN; blocks of 16 slots, runs of two, stretches of eight, so that short tables have many of each."""
-    empty = torch.empty
-
-    def poisoned(*size: Any, **options: Any) -> Tensor:
-        made = empty(*size, **options)
-        return made.fill_(torch.nan) if made.is_floating_point() else made
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch, nan_memory: None) -> None:
+    """Blocks of 16 slots, runs of two, stretches of eight, so that short tables have many of each."""
     tiled(monkeypatch, 32, 16, multiprocessors=2)
 
 

@@ -23,15 +23,8 @@ Case = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory holds NaN; splits of 32 slots, runs of two, stretches of eight, so that short tables have many of each."""
-    empty = torch.empty
-
-    def poisoned(*size: Any, **options: Any) -> Tensor:
-        made = empty(*size, **options)
-        return made.fill_(torch.nan) if made.is_floating_point() else made
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch, nan_memory: None) -> None:
+    """Splits of 32 slots, runs of two, stretches of eight, so that short tables have many of each."""
     monkeypatch.setattr(fused, "RUN", 64)
     monkeypatch.setattr(fused, "STRETCH", 256)
     monkeypatch.setattr(fused, "tile_shape", lambda dim, dtype: (32, 32, 4))
