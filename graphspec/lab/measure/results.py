@@ -17,6 +17,7 @@ from ...config.checks import LONG, brief
 from ...config.command_options import CLOSED
 from ...config.paths import reason, user_path
 from ...errors import ConfigError
+from ...facts.keys import is_number
 from ...shapes import PLAIN
 from .metrics import percentile
 
@@ -147,7 +148,7 @@ class SideRecord(Line):
         value = self.record.get(key)
         if part is not None and isinstance(value, Mapping):
             value = value.get(part)
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+        return float(value) if is_number(value) else None
 
     @property
     def hardware(self) -> str:
@@ -283,12 +284,8 @@ def _side(line: Line) -> SideRecord:
     return SideRecord(line.place, record, line.provenance)
 
 
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _number_or_none(value: object) -> bool:
-    return value is None or _number(value)
+    return value is None or is_number(value)
 
 
 Part = tuple[type[list[Any] | dict[str, Any]], Callable[[Any], bool], str]
@@ -305,11 +302,11 @@ def _row(name: str, *numbers: str) -> Part:
 
 
 def _is_pair(pair: object) -> bool:
-    return isinstance(pair, list) and len(pair) == 2 and all(map(_number, pair))
+    return isinstance(pair, list) and len(pair) == 2 and all(map(is_number, pair))
 
 
 def _is_spread(item: tuple[str, Any]) -> bool:
-    return item[0] != "rounds" or (isinstance(item[1], list) and all(map(_number, item[1])))
+    return item[0] != "rounds" or (isinstance(item[1], list) and all(map(is_number, item[1])))
 
 
 def _is_figure(item: tuple[str, Any]) -> bool:
@@ -323,7 +320,7 @@ _PARTS: dict[str, Part] = {
     **dict.fromkeys(SAMPLES, (list, _number_or_none, "a list of numbers")),
     FIRST_REQUEST: (list, _is_pair, "a list of pairs of milliseconds and tokens"),
     "burst_tokens": (dict, lambda item: item[0].isdecimal() and isinstance(item[1], int), "an object of numbers by burst size"),
-    BY_REQUEST: (dict, lambda item: item[0].isdecimal() and _number(item[1]), "an object of numbers by request"),
+    BY_REQUEST: (dict, lambda item: item[0].isdecimal() and is_number(item[1]), "an object of numbers by request"),
     **dict.fromkeys((*SPEEDS, *LATENCIES), (dict, _is_spread, "an object whose rounds are a list of numbers")),
     "open_loop": (dict, _is_figure, "an object of numbers, nulls, and objects of numbers"),
 }
@@ -345,7 +342,7 @@ def _check_parts(line: Line) -> None:
 
 def _numbers(line: Line, *keys: str) -> Line:
     for key in keys:
-        if not _number(line.record.get(key)):
+        if not is_number(line.record.get(key)):
             line.fail(key, "a number", repr(line.record.get(key)))
     return line
 
