@@ -53,8 +53,32 @@ def words_of(paths: list[list[int]], words: int) -> Tensor:
     return (bits << torch.arange(64)).sum(-1)
 
 
-class Row:
-    """One lane: a prefix, a window of slots, and everything outside that is NaN."""
+class Lane:
+    """A prefix, a window of slots, and everything outside that is NaN."""
+
+    def __init__(self, pool: Tensor, table: Tensor, prefix: int, window: int) -> None:
+        self.pool, self.table, self.prefix, self.page_size = pool, table, prefix, pool.shape[3]
+        self.end_with_nan(pool, prefix + window)
+        pool[:, :, 0] = torch.nan
+
+    def at(self, pool: Tensor, slot: int) -> Tensor:
+        return pool[:, :, int(self.table[0, slot // self.page_size]), slot % self.page_size]
+
+    def end_with_nan(self, pool: Tensor, first: int) -> None:
+        for slot in range(first, self.table.shape[1] * self.page_size):
+            self.at(pool, slot)[:] = torch.nan
+
+    def moved(self, path: list[int]) -> tuple[Tensor, int]:
+        """The pool with the rows of a path in the slots of their positions, and the slot of the last."""
+        pool = self.pool.clone()
+        for depth, node in enumerate(path):
+            self.at(pool, self.prefix + depth)[:] = self.at(self.pool, self.prefix + node)
+        self.end_with_nan(pool, self.prefix + len(path))
+        return pool, self.prefix + len(path) - 1
+
+
+class Row(Lane):
+    """Keys and values for several heads."""
 
     def __init__(
         self, prefix: int, window: int, *, page_size: int = 16, queries: int = 4, groups: int = 2, dim: int = 8, seed: int = 0,
@@ -62,17 +86,10 @@ class Row:
     ) -> None:  # fmt: skip
         self.generator = torch.Generator().manual_seed(seed)
         columns = -(-(prefix + window) // page_size)
-        self.pool, self.table = random_pool(self.generator, lanes=1, columns=columns, page_size=page_size, heads=groups, dim=dim, layers=2)
-        self.pool = self.pool.to(dtype)
-        self.prefix, self.page_size = prefix, page_size
-        for slot in range(prefix + window, columns * page_size):
-            self.at(self.pool, slot)[:] = torch.nan
-        self.pool[:, :, 0] = torch.nan
+        pool, table = random_pool(self.generator, lanes=1, columns=columns, page_size=page_size, heads=groups, dim=dim, layers=2)
+        super().__init__(pool.to(dtype), table, prefix, window)
         self.query = torch.randn(1, window, queries, dim, generator=self.generator).to(dtype)
         self.more: Case = {"layer": 1, "table_BP": self.table, "scale": dim**-0.5}
-
-    def at(self, pool: Tensor, slot: int) -> Tensor:
-        return pool[:, :, int(self.table[0, slot // self.page_size]), slot % self.page_size]
 
     def together(self, paths: list[list[int]], begin: int, left: int | None, **more: Any) -> Tensor:
         """All nodes in one call. With ``left`` a node sees that many positions."""
@@ -84,12 +101,7 @@ class Row:
 
     def plainly(self, path: list[int], begin: int, left: int | None, **more: Any) -> Tensor:
         """The last node of a path as plain decoding has it: its ancestors' keys in the slots of their positions, all of them prefix."""
-        pool = self.pool.clone()
-        for depth, node in enumerate(path):
-            self.at(pool, self.prefix + depth)[:] = self.at(self.pool, self.prefix + node)
-        end = self.prefix + len(path) - 1
-        for slot in range(end + 1, self.table.shape[1] * self.page_size):
-            self.at(pool, slot)[:] = torch.nan
+        pool, end = self.moved(path)
         first = begin if left is None else max(begin, end + 1 - left)
         case = {**self.more, **more, "query_BTQD": self.query[:, path[-1] : path[-1] + 1], "kv_pool": pool}
         case |= {"prefix_begin_BT": torch.tensor([[first]]), "prefix_end_B": torch.tensor([end])}
