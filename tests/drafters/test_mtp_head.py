@@ -15,15 +15,14 @@ from graphspec.facts import read_model_facts
 from graphspec.models.target import load_target
 from graphspec.models.token_map import apply_token_map
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, assert_inert_rows, eagle3_tensors, edit_tensors, write_eagle3, write_hf
+from tests.support.eagle_reference import layer, project, rms
 from tests.support.float_law import assert_float_law
 from tests.support.hybrid_checkpoints import build_hybrid, expert_head
 from tests.support.mtp_checkpoints import (
     HEAD_DIM,
     HIDDEN,
-    KV_HEADS,
     LAYERS,
     NAMES,
-    QUERY_HEADS,
     RecordingAttention,
     add_heads,
     head_tensors,
@@ -46,7 +45,7 @@ def load(draft_path: Path, target_path: Path, max_positions: int = 64) -> Any:
     return load_mtp(facts, target, max_positions, torch.float32, "cpu"), target
 
 
-def straight_line(
+def by_equations(
     raw: dict[str, torch.Tensor],
     layout: str,
     index: int,
@@ -58,56 +57,18 @@ def straight_line(
     eps: float = 1e-5,
     rotated: int = HEAD_DIM,
     window: int | None = None,
-    tokens: list[int] = TOKENS,
 ) -> torch.Tensor:
-    """One sequence through one head in ``dtype``, token by token, query head by query head."""
-    prefix, enorm, hnorm, projection, last, layer = NAMES[layout]
-    prefix = prefix.format(index)
+    """The tokens through one head in ``dtype``, by the published equations."""
+    prefix, enorm, hnorm, projection, last, at = NAMES[layout]
+    prefix, gated = prefix.format(index), layout == "qwen"
     w = {name.removeprefix(prefix): tensor.to(dtype) for name, tensor in raw.items() if name.startswith(prefix)}
-    gated = layout == "qwen"
-
-    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        weight = w[f"{name}.weight"]
-        return (weight + 1 if gated else weight) * x / torch.sqrt((x * x).mean() + eps)
-
-    def project(x: torch.Tensor, name: str) -> torch.Tensor:
-        out = w[f"{layer}self_attn.{name}_proj.weight"] @ x
-        bias = f"{layer}self_attn.{name}_proj.bias"
-        return out + w[bias] if bias in w else out
-
-    def rotate(x: torch.Tensor, position: int) -> torch.Tensor:
-        out = x.clone()
-        for i in range(rotated // 2):
-            angle = position / torch.tensor(theta, dtype=dtype) ** torch.tensor(2 * i / rotated, dtype=dtype)
-            out[i] = x[i] * angle.cos() - x[i + rotated // 2] * angle.sin()
-            out[i + rotated // 2] = x[i + rotated // 2] * angle.cos() + x[i] * angle.sin()
-        return out
-
-    def place(x: torch.Tensor, name: str, position: int) -> torch.Tensor:
-        name = f"{layer}self_attn.{name}_norm"
-        return rotate(norm(x, name) if f"{name}.weight" in w else x, position)
-
-    keys, values, outputs = [], [], []
-    for t, token in enumerate(tokens):
-        halves = [norm(embedding[token].to(dtype), enorm), norm(hidden[t].to(dtype), hnorm)]
-        if layout == "mimo":
-            halves.reverse()
-        residual = w[f"{projection}.weight"] @ torch.cat(halves)
-        x = norm(residual, f"{layer}input_layernorm")
-        keys.append([place(k, "k", POSITION + t) for k in project(x, "k").split(HEAD_DIM)])
-        values.append(project(x, "v").split(HEAD_DIM))
-        heads = []
-        for h, part in enumerate(project(x, "q").split(2 * HEAD_DIM if gated else HEAD_DIM)):
-            query, first = place(part[:HEAD_DIM], "q", POSITION + t), 0 if window is None else max(0, t - window + 1)
-            group = h // (QUERY_HEADS // KV_HEADS)
-            weight = torch.stack([query @ k[group] for k in keys[first:]]).div(HEAD_DIM**0.5).softmax(0)
-            out = sum(p * v[group] for p, v in zip(weight, values[first:], strict=True))
-            heads.append(out / (1 + torch.exp(-part[HEAD_DIM:])) if gated else out)
-        residual = residual + w[f"{layer}self_attn.o_proj.weight"] @ torch.cat(heads)
-        y = norm(residual, f"{layer}post_attention_layernorm")
-        gate, up = w[f"{layer}mlp.gate_proj.weight"] @ y, w[f"{layer}mlp.up_proj.weight"] @ y
-        outputs.append(norm(residual + w[f"{layer}mlp.down_proj.weight"] @ (gate / (1 + torch.exp(-gate)) * up), last))
-    return torch.stack(outputs)
+    # Norms of Qwen's heads are stored less 1.
+    w = {name: tensor + 1 if gated and tensor.ndim == 1 else tensor for name, tensor in w.items()}
+    halves = [rms(embedding[TOKENS].to(dtype), w[f"{enorm}.weight"], eps), rms(hidden.to(dtype), w[f"{hnorm}.weight"], eps)]
+    residual = project(w, projection, torch.cat(halves[::-1] if layout == "mimo" else halves, -1))
+    x = rms(residual, w[f"{at}input_layernorm.weight"], eps)
+    out = layer(w, at, residual, x, POSITION, theta, HEAD_DIM, window=window, rotary=rotated, gated=gated, eps=eps)
+    return rms(out, w[f"{last}.weight"], eps)
 
 
 def check(
@@ -126,7 +87,7 @@ def check(
         head = raw.get(f"{prefix}shared_head.head.weight", target.lm_head.weight)
         keys["window"] = windows[number] if windows else None
         reference, exact = (
-            straight_line(raw, layout, first + number, embedding, hidden, dtype, **keys) for dtype in (torch.float32, torch.float64)
+            by_equations(raw, layout, first + number, embedding, hidden, dtype, **keys) for dtype in (torch.float32, torch.float64)
         )
         assert_float_law(found[0], reference, exact)
         assert attention.layers == [number]
