@@ -113,6 +113,7 @@ def eagle3_step(
     norm_before_residual: bool = False,
     norm_output: bool = False,
     windows: tuple[int | None, ...] = (),
+    eps: float = EPS,
     **attention: Any,
 ) -> tuple[Tensor, Tensor]:
     """Inputs of the next step and of the language-model head; the first layer is ``midlayer`` in ``w``.
@@ -120,15 +121,17 @@ def eagle3_step(
     ``windows``: of the layers, none of those left out; ``attention``: further options of :func:`layer`.
     """
     windows += (None,) * len(w)
-    normed = rms(hidden, w["midlayer.hidden_norm.weight"])
-    x = torch.cat((rms(embedding, w["midlayer.input_layernorm.weight"]), normed), -1)
-    out = layer(w, "midlayer.", normed if norm_before_residual else hidden, x, first_position, theta, window=windows[0], **attention)
+    normed = rms(hidden, w["midlayer.hidden_norm.weight"], eps)
+    x = torch.cat((rms(embedding, w["midlayer.input_layernorm.weight"], eps), normed), -1)
+    out = layer(
+        w, "midlayer.", normed if norm_before_residual else hidden, x, first_position, theta, window=windows[0], eps=eps, **attention
+    )
     index = 1
     while f"layers.{index}.mlp.down_proj.weight" in w:
-        x = rms(out, w[f"layers.{index}.input_layernorm.weight"])
-        out = layer(w, f"layers.{index}.", out, x, first_position, theta, window=windows[index], **attention)
+        x = rms(out, w[f"layers.{index}.input_layernorm.weight"], eps)
+        out = layer(w, f"layers.{index}.", out, x, first_position, theta, window=windows[index], eps=eps, **attention)
         index += 1
-    last = rms(out, w["norm.weight"])
+    last = rms(out, w["norm.weight"], eps)
     return (last if norm_output else out), last
 
 
