@@ -146,6 +146,11 @@ def sort_words(words: Sequence[str]) -> list[str]:
     return [*overrides, *(word for word in words if word not in overrides)]
 
 
+def overrides_of(words: Sequence[str]) -> list[str]:
+    """The words that set keys of the configuration: not Hydra's flags, nor keys of its own."""
+    return [word for word in words if "=" in word and not word.startswith(("-", "hydra.", "hydra/"))]
+
+
 def refuse_bare_words(overrides: Sequence[str]) -> None:
     """Refuse words that set nothing, such as a prompt without ``prompt=``."""
     for word in overrides:
