@@ -19,7 +19,7 @@ from graphspec.engine.request import Request, RequestMetrics
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import ConfigError, ResourceError
 from graphspec.graphs.cycle import Cycle
-from graphspec.graphs.programs import Key, PrefillKey, describe, tokens_of
+from graphspec.graphs.programs import PrefillKey, describe, tokens_of
 from graphspec.graphs.stages.mailbox import Message
 from graphspec.kernels import select_kernels
 from graphspec.plan.buffers import Status
@@ -109,13 +109,7 @@ def test_poison_in_what_no_cycle_may_read(
 ) -> None:
     """Window entries past a row's length among it, wherever a wide window has them."""
     poisoner = Poisoner(watch_schedulers(monkeypatch))
-    launch = Cycle.launch
-
-    def poisoned(self: Cycle, key: Key, message: Message) -> int:
-        getattr(poisoner, what)(self, key, message)
-        return launch(self, key, message)
-
-    monkeypatch.setattr(Cycle, "launch", poisoned)
+    poisoner.before_launches(monkeypatch, what)
     llm = misses.llm(**CHAIN, depths=[0, 1], backlog=9, max_rows=4, buckets=[3, 4], cycles_in_flight=2, debug=True)
     llm.depth_policy = RandomDepth(llm.plan, 5)
     assert ids(llm.generate(*workload())) == plain["misses"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,6 +32,17 @@ class Poisoner:
 
     def __init__(self, schedulers: list[Watched]) -> None:
         self.schedulers, self.done = schedulers, 0
+
+    def before_launches(self, monkeypatch: pytest.MonkeyPatch, what: str) -> Callable[[Cycle, Key, Message], int]:
+        """Poison with this method from now on; returns the launch without it."""
+        launch = Cycle.launch
+
+        def poisoned(cycle: Cycle, key: Key, message: Message) -> int:
+            getattr(self, what)(cycle, key, message)
+            return launch(cycle, key, message)
+
+        monkeypatch.setattr(Cycle, "launch", poisoned)
+        return launch
 
     def lanes(self, cycle: Cycle, key: Key, message: Message) -> None:
         """Every buffer of one cycle, padded lanes included."""
@@ -86,13 +98,7 @@ class Poisoner:
 @pytest.mark.parametrize("what", ["lanes", "free_pages", "unwritten_slots", "windows", "rows"])
 def test_poison_does_not_move_the_output(pair: Pair, setting: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     poisoner = Poisoner(watch_schedulers(monkeypatch))
-    launch = Cycle.launch
-
-    def poisoned(self: Cycle, key: Key, message: Message) -> int:
-        getattr(poisoner, what)(self, key, message)
-        return launch(self, key, message)
-
-    monkeypatch.setattr(Cycle, "launch", poisoned)
+    launch = poisoner.before_launches(monkeypatch, what)
     llm = pair.llm(**SETTINGS[setting], max_rows=4, buckets=[3, 4])
     prompt_ids = prompts(6)
     params = [
