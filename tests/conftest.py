@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
@@ -15,6 +16,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from tests.support.features import FeatureTable
+
+if TYPE_CHECKING:
+    from tests.support.engines import Pair
+    from tests.support.variants import Family
 
 # Compilation makes single examples slow, so time says nothing about them; the same examples everywhere make a red run repeatable.
 hypothesis.settings.register_profile("graphspec", deadline=None, derandomize=True, max_examples=50, print_blob=True, database=None)
@@ -31,6 +36,33 @@ def _repeatable() -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
+
+
+# Imported when first asked for: many tests need neither engines nor transformers.
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A target, and an EAGLE-3 draft that is right most of the time, so that runs of every length are accepted."""
+    from tests.support.engines import mirror_pair
+
+    return mirror_pair(tmp_path_factory.mktemp("pair"), noise=0.8)
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A draft that is always right; a slot, position or feature that is off by one shows as a miss."""
+    from tests.support.engines import mirror_pair
+
+    return mirror_pair(tmp_path_factory.mktemp("twin"))
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """One target with a draft of every variant."""
+    from tests.support.variants import build_family
+
+    return build_family(tmp_path_factory.mktemp("family"))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ..config.catalog import resolve_variant
-from ..config.compose import load_config
+from ..config.compose import load_config, overrides_of
 from ..errors import ConfigError, GraphspecError
 from ..facts.folders import draft_folder, model_folder
 
@@ -43,7 +43,7 @@ def conversation_words(words: list[str]) -> list[str]:
     """Words of the command line, completed for a conversation: ``experiment=chat`` where none names an experiment, and the n-gram chain
     where none names a drafter and the model has no head for the default one.
     """
-    keys = {word.partition("=")[0] for word in words if "=" in word and not word.startswith("-")}
+    keys = {word.partition("=")[0] for word in overrides_of(words)}
     if "experiment" in keys:
         return words
     words = [*words, "experiment=chat"]
@@ -51,7 +51,7 @@ def conversation_words(words: list[str]) -> list[str]:
         return words
     with suppress(GraphspecError):
         # What is wrong here is said by who reads the words next.
-        config = load_config(*(word for word in words if "=" in word and not word.startswith(("-", "hydra"))))
+        config = load_config(*overrides_of(words))
         folder = model_folder(config.model.path, config.model.revision)
         try:
             draft_folder(config, resolve_variant(config.variant.name), folder)

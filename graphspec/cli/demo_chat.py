@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ..config.catalog import PLAIN_DECODING, resolve_variant
 from ..config.checks import check_text
-from ..config.compose import load_config
+from ..config.compose import load_config, overrides_of
 from ..config.schema import AdaptiveConfig, VariantConfig
 from ..errors import ConfigError, GraphspecError, ResourceError
 from ..facts.folders import model_folder
@@ -58,7 +58,7 @@ def demo_words(words: list[str]) -> list[str]:
     from ..text.tokenizer import Tokenizer
 
     try:
-        config = load_config(*(word for word in completed if "=" in word and not word.startswith(("-", "hydra"))))
+        config = load_config(*overrides_of(completed))
         if Tokenizer(model_folder(config.model.path, config.model.revision)).has_chat_template:
             return completed
     except GraphspecError as error:

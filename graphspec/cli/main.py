@@ -175,7 +175,7 @@ def _hydra(name: str, words: list[str]) -> int:
         return 0
     words = compose.sort_words(words)
     if any(word in ("--cfg", "-c") for word in words):
-        compose.load_config(*(word for word in words if "=" in word and not word.startswith(("-", "hydra."))))
+        compose.load_config(*compose.overrides_of(words))
     prompts, words = compose.split_prompts(words)
     compose.check_words(words)
     words = compose.take_checkpoint(compose.take_experiment_file(words))

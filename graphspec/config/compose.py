@@ -19,7 +19,6 @@ from hydra import compose, initialize_config_module
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -27,7 +26,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from ..errors import ConfigError
 from .catalog import ACCEPTANCE_RULES, VARIANTS, all_acceptance_rules, all_variants
-from .checks import closest, cut, spell_type, typed
+from .checks import LONG, closest, cut, spell_type, typed
 from .command_options import LaunchConfig
 from .hints import hint_for_path
 from .paths import read_text, user_path
@@ -40,7 +39,6 @@ HYDRA_ERRORS = (HydraException, OmegaConfBaseException, ValueError, OSError, Rec
 PROVIDER = "graphspec"
 """Whose entries of Hydra's store these are."""
 NO_INTERPOLATION = "a value without ${...}: nothing is looked up in other keys or in the environment"
-SWEEP = "several values are a sweep: add --multirun; a list is [a,b]"
 FILE_EXPERIMENT = "from_file"
 """Name under which an experiment given as a file is registered."""
 
@@ -148,6 +146,11 @@ def sort_words(words: Sequence[str]) -> list[str]:
     return [*overrides, *(word for word in words if word not in overrides)]
 
 
+def overrides_of(words: Sequence[str]) -> list[str]:
+    """The words that set keys of the configuration: not Hydra's flags, nor keys of its own."""
+    return [word for word in words if "=" in word and not word.startswith(("-", "hydra.", "hydra/"))]
+
+
 def refuse_bare_words(overrides: Sequence[str]) -> None:
     """Refuse words that set nothing, such as a prompt without ``prompt=``."""
     for word in overrides:
@@ -187,7 +190,7 @@ def take_experiment_file(words: Sequence[str]) -> list[str]:
         try:
             node = OmegaConf.load(io.StringIO(text))
         except (OSError, YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
-            raise ConfigError("experiment", "a name, or a YAML file that can be read", repr(name), _first_line(error)) from error
+            raise ConfigError("experiment", "a name, or a YAML file that can be read", repr(name), _one_line(error)) from error
         if not isinstance(node, DictConfig):
             raise ConfigError("experiment", "a file with keys of the configuration", f"something else in {name!r}")
         check_flag("", OmegaConf.to_container(node, resolve=False))
@@ -271,20 +274,24 @@ def _explain_choice(group: str, choice: str, choices: Sequence[str]) -> ConfigEr
     if choice in choices:  # the catalog has it
         file = resources.files(CONFIG_MODULE) / group / f"{choice}.yaml"
         return ConfigError(f"{group}={choice}", f"the file {file}, with the line name: {choice}", "no such file")
-    hint = SWEEP if "," in choice else closest(choice, choices)
+    hint = closest(choice, choices)
     if group == "model":
         hint = f"{hint} a checkpoint is model=./folder, or model=org/name of the Hugging Face Hub".lstrip()
     return ConfigError(group, choices, repr(choice.removesuffix(".yaml")), hint)
 
 
 def _explain_words(error: Exception, words: Sequence[str], groups: Mapping[str, Sequence[str]]) -> ConfigError:
-    """A word that Hydra can't read: the one that it names, or the first that does not parse."""
-    odd = (word for word in words if f"'{word}'" in str(error) or not _parses(word, groups))
-    word = getattr(error, "override", None) or next(odd, " ".join(words) or CONFIG_NAME)
-    key, _, value = word.partition("=")
-    launcher = re.search(r"Could not find 'hydra/launcher/([^_']+)", str(error))
-    hint = f"pip install hydra-{launcher[1]}-launcher" if launcher else SWEEP if "," in value else ""
-    return ConfigError(cut(word), groups.get(key) or "words that make a configuration", _first_line(error), hint)
+    """A word that Hydra can't read, in Hydra's words: the one that it names, or the first that sets a group to no choice of it."""
+    message = _one_line(error)
+
+    def is_odd(word: str) -> bool:
+        key, _, value = word.partition("=")
+        return f"'{word}'" in message or (key in groups and value not in groups[key])
+
+    word = getattr(error, "override", None) or next(filter(is_odd, words), " ".join(words) or CONFIG_NAME)
+    launcher = re.search(r"Could not find 'hydra/launcher/([^_']+)", message)
+    hint = f"pip install hydra-{launcher[1]}-launcher" if launcher else ""
+    return ConfigError(cut(word), groups.get(word.partition("=")[0]) or "words that make a configuration", message, hint)
 
 
 def _explain_value(full_key: str, words: Sequence[str]) -> ConfigError:
@@ -316,15 +323,6 @@ def _private_hydra() -> Iterator[None]:
         GlobalHydra.instance().hydra = before
 
 
-def _parses(word: str, groups: Mapping[str, Sequence[str]]) -> bool:
-    """Whether Hydra can parse a word, and a group that it sets has the choice."""
-    try:
-        override = OverridesParser.create().parse_override(word)
-    except HYDRA_ERRORS:
-        return word.startswith("-")
-    return override.value() in groups.get(override.key_or_group, (override.value(),))
-
-
 def _schema_of(dotted: str) -> type | None:
     schema: type = LaunchConfig
     for name in filter(None, dotted.split(".")):
@@ -351,5 +349,5 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _first_line(error: BaseException) -> str:
-    return cut(next(iter(str(error).splitlines()), type(error).__name__))
+def _one_line(error: BaseException) -> str:
+    return cut(" ".join(str(error).split()) or type(error).__name__, 2 * LONG)

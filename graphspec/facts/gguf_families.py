@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from .gguf import ARCHITECTURE, GgufHeader
+from .keys import is_integer, is_number
 
 NAMES = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
@@ -122,7 +123,7 @@ def number(header: GgufHeader, key: str, default: float | None = None) -> float:
         CheckpointError: something else.
     """
     value = header.metadata.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    if not is_number(value) or not math.isfinite(value):
         raise header.error(key, "a finite number")
     # A float32 that stands for a decimal number is that number.
     return float(f"{value:.7g}")
@@ -161,7 +162,7 @@ def _kinds(header: GgufHeader, period: int, windowed: bool) -> list[str]:
     """Kinds of layers: as the file lists them, else every ``period``-th sees everything."""
     key = _key(header, "attention.sliding_window_pattern")
     count, stated = integer(header, _key(header, "block_count")), header.metadata.get(key)
-    if isinstance(stated, int) and not isinstance(stated, bool) and stated > 0:
+    if is_integer(stated) and stated > 0:
         period, stated = stated, None
     if stated is not None and (not isinstance(stated, list) or len(stated) != count or not all(flag in (0, 1) for flag in stated)):
         raise header.error(key, f"{count} flags, or every how many layers one sees everything")

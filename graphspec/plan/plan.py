@@ -364,11 +364,7 @@ def resolve_window_capacity(backlog: int, shape: CycleShape, draft: DraftFacts |
 
 
 def _check_ranks(config: Config, target: ModelFacts) -> None:
-    """Refuse what several ranks don't do.
-
-    Raises:
-        ConfigError: it is asked for.
-    """
+    """Refuse what several ranks don't do."""
     spread = f"with runtime.tensor_parallel={target.sharding.size}"
     if config.variant.token_map is not None:
         raise ConfigError("variant.token_map", f"null {spread}: no rank has all rows of the head", config.variant.token_map)

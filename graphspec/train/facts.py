@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,19 @@ _HYBRID_KEYS = (
 def is_hybrid(config: PreTrainedConfig) -> bool:
     """Whether some layers are recurrent."""
     return RECURRENT in (getattr(config, "layer_types", None) or ())
+
+
+def tapped_layers(named: Sequence[int] | None, default: Sequence[int], depth: int) -> tuple[int, ...]:
+    """The layers of a target of ``depth`` whose inputs a draft reads: those of its settings, else ``default``.
+
+    Raises:
+        ConfigError: layers that the target doesn't have, which the default may be in a shallow one.
+    """
+    taps = tuple(named or default)
+    if list(taps) != sorted(set(taps)) or not all(1 <= layer < depth for layer in taps):
+        wanted = "" if named else f", named: the default of a target of {depth} layers collides"
+        raise ConfigError("train.network.tap_layers", f"layers in 1..{depth - 1}{wanted}", list(taps))
+    return taps
 
 
 def target_facts(model: PreTrainedModel) -> ModelFacts:

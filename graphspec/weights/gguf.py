@@ -20,7 +20,7 @@ from ..facts.gguf import BLOCKS, GgufHeader, GgufTensor, read_headers
 from ..facts.gguf_families import Tiling, tiling
 from ..facts.gguf_model import hf_name, norm_offset, row_order
 from ..kernels.linear.packed import Packed
-from .quantised import Codes
+from .quantised import Codes, paired
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SHARED_GATE = "mlp.shared_expert_gate.weight"
@@ -35,11 +35,6 @@ def _half(block: Tensor, begin: int) -> Tensor:
     return block[..., begin : begin + 2].contiguous().view(torch.float16)[..., 0]
 
 
-def _pairs(nibbles: Tensor) -> Tensor:
-    """Bytes of two 4-bit codes, the even channel in the lower half."""
-    return nibbles[..., ::2] | nibbles[..., 1::2] << 4
-
-
 def _halves(packed: Tensor) -> Tensor:
     """The codes of a block of 32: the lower halves of its bytes, then the upper ones."""
     return torch.cat((packed & 15, packed >> 4), -1)
@@ -51,11 +46,11 @@ def _fifth_bits(block: Tensor, begin: int) -> Tensor:
 
 
 def _q4_0(block: Tensor) -> Packed:
-    return Packed(_pairs(_halves(block[..., 2:])).flatten(1), _half(block, 0), "int4", 32)
+    return Packed(paired(_halves(block[..., 2:])).flatten(1), _half(block, 0), "int4", 32)
 
 
 def _q4_1(block: Tensor) -> Packed:
-    return Packed(_pairs(_halves(block[..., 4:])).flatten(1), _half(block, 0), "uint4", 32, minimums=_half(block, 2))
+    return Packed(paired(_halves(block[..., 4:])).flatten(1), _half(block, 0), "uint4", 32, minimums=_half(block, 2))
 
 
 def _q5_0(block: Tensor) -> Packed:
@@ -90,7 +85,7 @@ def _by_super_blocks(block: Tensor, codes: Tensor, code: str) -> Packed:
 
 def _q4_k(block: Tensor) -> Packed:
     codes = _halves(block[..., 16:].unflatten(-1, (4, 32)))
-    return _by_super_blocks(block, _pairs(codes), "uint4")
+    return _by_super_blocks(block, paired(codes), "uint4")
 
 
 def _q5_k(block: Tensor) -> Packed:
@@ -110,7 +105,7 @@ def _q6_k(block: Tensor) -> Packed:
 
 def _mxfp4(block: Tensor) -> Packed:
     scales = block[..., 0].contiguous().view(torch.float8_e8m0fnu)
-    return Packed(_pairs(_halves(block[..., 1:])).flatten(1), scales, "e2m1", 32)
+    return Packed(paired(_halves(block[..., 1:])).flatten(1), scales, "e2m1", 32)
 
 
 DECODE: dict[str, Callable[[Tensor], Packed]] = {

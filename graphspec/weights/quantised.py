@@ -301,7 +301,7 @@ def _nibbles(packed: Tensor) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
-def _pairs(nibbles: Tensor) -> Tensor:
+def paired(nibbles: Tensor) -> Tensor:
     """The reverse of :func:`_nibbles`."""
     return nibbles[..., ::2] | nibbles[..., 1::2] << 4
 
@@ -354,7 +354,7 @@ def _awq(layer: Layer, _: Quantisation) -> Codes:
         return nibbles[..., list(AWQ_ORDER)].flatten(1).t().contiguous()
 
     def make() -> Packed:
-        return Packed(_pairs(columns("qweight")), layer.read("scales").t().contiguous(), "uint4", group, zeros=columns("qzeros"))
+        return Packed(paired(columns("qweight")), layer.read("scales").t().contiguous(), "uint4", group, zeros=columns("qzeros"))
 
     codes, zeros = _meta(torch.uint8, outputs, channels // 2), _meta(torch.uint8, outputs, groups)
     scales = _meta(_DTYPES[layer.parts["scales"][1]], outputs, groups)

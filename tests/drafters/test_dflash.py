@@ -27,6 +27,7 @@ from tests.support.parallel_checkpoints import (
     ParallelDraft,
     dflash_tensors,
     favouring_target,
+    over_targets,
     parallel_drafts,
     write_dflash,
 )
@@ -91,9 +92,7 @@ def marginals(pair: Pair, name: str, raw: dict[str, Tensor], tokens: list[int], 
         hidden = hidden + project(w, f"layers.{layer}.mlp.down_proj", gate * gate.sigmoid() * project(w, f"layers.{layer}.mlp.up_proj", y))
     out = rms(hidden, w["norm.weight"])[(0 if ahead else 1) :][:steps]
     own = (out @ w.get("lm_head.weight", pair.hf.lm_head.weight.detach().double()).T).log_softmax(-1)
-    if "d2t" not in raw:
-        return own
-    return torch.full((steps, VOCAB_SIZE), -torch.inf, dtype=torch.float64).index_copy(1, torch.arange(len(raw["d2t"])) + raw["d2t"], own)
+    return over_targets(raw, own)
 
 
 @torch.no_grad()

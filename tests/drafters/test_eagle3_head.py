@@ -16,6 +16,7 @@ from tests.support.checkpoints import (
     MODELOPT,
     VOCAB_SIZE,
     DenseAttention,
+    assert_inert_rows,
     build_hf,
     eagle3_tensors,
     eagle_tensors,
@@ -25,6 +26,8 @@ from tests.support.checkpoints import (
     write_eagle3,
     write_hf,
 )
+from tests.support.eagle_reference import eagle3_step
+from tests.support.float_law import assert_float_law
 
 THETA = 500.0
 
@@ -41,63 +44,6 @@ def load(draft_path: Any, target_path: Any, max_positions: int = 64) -> Any:
     return load_eagle3(facts, target, max_positions, torch.float32, "cpu"), target
 
 
-def straight_line(
-    raw: dict[str, torch.Tensor],
-    embedding: torch.Tensor,
-    tokens: list[int],
-    hidden: torch.Tensor,
-    first_position: int,
-    dtype: torch.dtype,
-    eps: float = 1e-5,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One sequence through the midlayer in ``dtype``, token by token, head by head: hidden states and logits."""
-    w = {name: tensor.to(dtype) for name, tensor in raw.items()}
-    head_dim = 16
-    num_heads = w["midlayer.self_attn.q_proj.weight"].shape[0] // head_dim
-    group = num_heads // (w["midlayer.self_attn.k_proj.weight"].shape[0] // head_dim)
-
-    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return weight * x / torch.sqrt((x * x).mean() + eps)
-
-    def rotate(x: torch.Tensor, position: int) -> torch.Tensor:
-        out = x.clone()
-        for i in range(head_dim // 2):
-            angle = position / torch.tensor(THETA, dtype=dtype) ** torch.tensor(2 * i / head_dim, dtype=dtype)
-            out[i] = x[i] * angle.cos() - x[i + head_dim // 2] * angle.sin()
-            out[i + head_dim // 2] = x[i + head_dim // 2] * angle.cos() + x[i] * angle.sin()
-        return out
-
-    keys: list[list[torch.Tensor]] = []
-    values: list[list[torch.Tensor]] = []
-    outputs = []
-    for t, token in enumerate(tokens):
-        residual = hidden[t].to(dtype)
-        e = norm(embedding[token].to(dtype), w["midlayer.input_layernorm.weight"])
-        x = torch.cat((e, norm(residual, w["midlayer.hidden_norm.weight"])))
-        q = (w["midlayer.self_attn.q_proj.weight"] @ x).split(head_dim)
-        keys.append([rotate(k, first_position + t) for k in (w["midlayer.self_attn.k_proj.weight"] @ x).split(head_dim)])
-        values.append(list((w["midlayer.self_attn.v_proj.weight"] @ x).split(head_dim)))
-        heads = []
-        for h in range(num_heads):
-            query = rotate(q[h], first_position + t)
-            weight = torch.stack([query @ k[h // group] for k in keys]).div(head_dim**0.5).softmax(0)
-            heads.append(sum(p * v[h // group] for p, v in zip(weight, values, strict=True)))
-        residual = residual + w["midlayer.self_attn.o_proj.weight"] @ torch.cat(heads)
-        y = norm(residual, w["midlayer.post_attention_layernorm.weight"])
-        gate = w["midlayer.mlp.gate_proj.weight"] @ y
-        outputs.append(
-            residual + w["midlayer.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * (w["midlayer.mlp.up_proj.weight"] @ y))
-        )
-    logits = [w["lm_head.weight"] @ norm(output, w["norm.weight"]) for output in outputs]
-    return torch.stack(outputs), torch.stack(logits)
-
-
-def assert_as_good(found: torch.Tensor, reference: torch.Tensor, exact: torch.Tensor) -> None:
-    """At most twice the error the same equations have in float32."""
-    error, allowed = (found - exact).abs().max(), (reference - exact).abs().max()
-    assert error <= 2 * allowed + torch.finfo(torch.float32).eps * exact.abs().max()
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(3, 1), (6, 3), (5, 5)])
 def test_head_equals_the_equations(num_heads: int, num_kv_heads: int, tmp_path: Any, target_path: Any) -> None:
@@ -108,20 +54,24 @@ def test_head_equals_the_equations(num_heads: int, num_kv_heads: int, tmp_path: 
     tokens = [4, 9, 60, 0, 9, 33, 2]
     fused = draft.fuse(feature_BTF)
     fc = raw["fc.weight"]
-    assert_as_good(fused[0], torch.stack([fc @ row for row in feature_BTF[0]]), feature_BTF[0].double() @ fc.double().T)
+    assert_float_law(fused[0], torch.stack([fc @ row for row in feature_BTF[0]]), feature_BTF[0].double() @ fc.double().T)
     attention = DenseAttention.prompt(1, 7)
     attention.position_BT = attention.position_BT + 40  # beyond the head's own max_position_embeddings of 32
     found = draft(torch.tensor([tokens]), fused, attention)
     logits = draft.logits(found)
-    reference, exact = (straight_line(raw, target.embed_tokens.weight, tokens, fused[0], 40, d) for d in (torch.float32, torch.float64))
-    for mine, low, high in zip((found[0], logits[0]), reference, exact, strict=True):
-        assert_as_good(mine, low, high)
+
+    def step(hidden: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        w = {name: tensor.to(dtype) for name, tensor in raw.items()}
+        out, last = eagle3_step(w, target.embed_tokens.weight[tokens].to(dtype), hidden.to(dtype), 40, theta=THETA)
+        return out, last @ w["lm_head.weight"].T
+
+    for mine, low, high in zip((found[0], logits[0]), step(fused[0], torch.float32), step(fused[0], torch.float64), strict=True):
+        assert_float_law(mine, low, high)
     assert logits.dtype == torch.float32
     assert logits.shape == (1, 7, 23)
     # its own output is what the next step takes, without fc
     second = draft(torch.tensor([tokens]), found, attention)
-    reference, exact = (straight_line(raw, target.embed_tokens.weight, tokens, found[0], 40, d) for d in (torch.float32, torch.float64))
-    assert_as_good(second[0], reference[0], exact[0])
+    assert_float_law(second[0], step(found[0], torch.float32)[0], step(found[0], torch.float64)[0])
 
 
 @torch.inference_mode()
@@ -171,19 +121,8 @@ def test_full_vocabulary_needs_no_map_and_may_share_the_head(tmp_path: Any, targ
     assert torch.equal(target.lm_head.weight, load_target(target.facts, (), 8, torch.float32, "cpu").lm_head.weight)
 
 
-@torch.inference_mode()
 def test_inert_rows_change_nothing_even_with_nan_features(tmp_path: Any, target_path: Any) -> None:
-    draft, _ = load(write_eagle3(tmp_path, eagle3_tensors()), target_path)
-    token_BT = torch.tensor([[5, 6, -1, -1]])
-    hidden_BTH = torch.randn(1, 4, 48, generator=torch.Generator().manual_seed(2))
-    hidden_BTH[:, 2:] = float("nan")
-    attention = DenseAttention.prompt(1, 4)
-    attention.valid_BT = token_BT >= 0
-    found = draft(token_BT, hidden_BTH, attention)
-    assert found.isfinite().all()
-    assert torch.equal(found, draft(token_BT, hidden_BTH.nan_to_num(0.0), attention))
-    attention.valid_BT = torch.ones_like(attention.valid_BT)
-    assert not draft(token_BT, hidden_BTH, attention).isfinite().all()
+    assert_inert_rows(load(write_eagle3(tmp_path, eagle3_tensors()), target_path)[0])
 
 
 def test_rope_comes_from_the_head_alone(tmp_path: Any) -> None:

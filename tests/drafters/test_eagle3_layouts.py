@@ -9,21 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from graphspec.drafters.heads.eagle3_facts import read_eagle3_facts
-from graphspec.drafters.heads.eagle3_loading import load_eagle3
 from graphspec.errors import CheckpointError
-from graphspec.facts import read_model_facts
-from graphspec.models.target import load_target
 from tests.support.checkpoints import TAPS, VOCAB_SIZE, DenseAttention, build_hf, eagle3_tensors, publish_eagle3, write_hf
 from tests.support.eagle_reference import eagle3_fuse, eagle3_step
 
-
-def load(draft_path: Any, target_path: Any, max_positions: int = 64) -> Any:
-    target_facts = read_model_facts(target_path)
-    facts = read_eagle3_facts(draft_path, target_facts)
-    target = load_target(target_facts, facts.tap_layers, max_positions, torch.float32, "cpu")
-    return load_eagle3(facts, target, max_positions, torch.float32, "cpu"), target
-
+from .test_eagle3_head import load
 
 BIASES = {"attention_bias": True, "mlp_bias": True}
 PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

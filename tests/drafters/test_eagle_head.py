@@ -20,6 +20,7 @@ from graphspec.models.token_map import apply_token_map, load_token_map
 from tests.support.checkpoints import (
     VOCAB_SIZE,
     DenseAttention,
+    assert_inert_rows,
     build_hf,
     eagle3_tensors,
     eagle_tensors,
@@ -115,16 +116,8 @@ def test_tensors_decide_on_the_bias_and_say_so(
     assert ["fc.bias" in record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [True]
 
 
-@torch.inference_mode()
 def test_inert_rows_change_nothing_even_with_nan_features(tmp_path: Any, target_path: Any) -> None:
-    draft, _ = load(publish_eagle(tmp_path, eagle_tensors(extras=("norms",)), "hass"), target_path)
-    token_BT, hidden_BTH = torch.tensor([[5, 6, -1, -1]]), hidden_states(4)
-    hidden_BTH[:, 2:] = float("nan")
-    attention = DenseAttention.prompt(1, 4)
-    attention.valid_BT = token_BT >= 0
-    found = draft(token_BT, hidden_BTH, attention)
-    assert found.isfinite().all()
-    assert torch.equal(found, draft(token_BT, hidden_BTH.nan_to_num(0.0), attention))
+    assert_inert_rows(load(publish_eagle(tmp_path, eagle_tensors(extras=("norms",)), "hass"), target_path)[0])
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from tests.support.parallel_checkpoints import (
     THETA,
     ParallelDraft,
     favouring_target,
+    over_targets,
     p_eagle_tensors,
     parallel_drafts,
     write_p_eagle,
@@ -55,9 +56,7 @@ def marginals(pair: Pair, raw: dict[str, Tensor], tokens: list[int], steps: int)
     _, out = eagle3_step(w, embedding, eagle3_fuse(w, feature, HIDDEN), 0, theta=THETA)
     head = w.get("lm_head.weight", pair.hf.lm_head.weight.detach().double())
     own = (out[-steps:] @ head.T).log_softmax(-1)
-    if "d2t" not in raw:
-        return own
-    return torch.full((steps, VOCAB_SIZE), -torch.inf, dtype=torch.float64).index_copy(1, torch.arange(len(raw["d2t"])) + raw["d2t"], own)
+    return over_targets(raw, own)
 
 
 @torch.no_grad()

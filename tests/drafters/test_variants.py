@@ -18,14 +18,11 @@ from graphspec.graphs.programs import Key
 from graphspec.graphs.stages.mailbox import Message
 from graphspec.shapes import GraphKey
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention
-from tests.support.engines import ids, prompts
+from tests.support.engines import CHAIN, TREE, WIDE, ids, prompts
 from tests.support.features import of_family
-from tests.support.variants import Family, build_family
+from tests.support.variants import Family
 
 LENGTH = 18
-CHAIN = {"num_steps": 4, "topk": 1, "num_draft_tokens": 5}
-TREE = {"num_steps": 3, "topk": 3, "num_draft_tokens": 10}
-WIDE = {"num_steps": 5, "topk": 4, "num_draft_tokens": 16}
 HEADS = {"num_steps": 3, "topk": 1, "num_draft_tokens": 4}
 STATIC = {"tree_choices": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 2], [0, 0, 0, 0]]}
 PATHS = {"num_steps": 5, "topk": 3, "num_draft_tokens": 9}
@@ -57,11 +54,6 @@ CASES: list[tuple[str, dict[str, Any], int, int, int, int]] = [
 
 
 NETWORKS = ("eagle", "mtp-1", "mtp-3", "standalone")
-
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return build_family(tmp_path_factory.mktemp("family"))
 
 
 def name_of(value: object) -> str | None:

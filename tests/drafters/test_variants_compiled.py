@@ -9,7 +9,7 @@ import pytest
 from graphspec.api.llm import SamplingParams
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.engines import ids, prompts
-from tests.support.variants import Family, build_family
+from tests.support.variants import Family
 
 from .test_variants import make, name_of, of_llama, variant_of
 
@@ -24,11 +24,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("ngram", {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}),
     ("ngram_trie", {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}),
 ]
-
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return build_family(tmp_path_factory.mktemp("family"))
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import pytest
 
 from graphspec.api.llm import SamplingParams
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.engines import ids, prompts
-from tests.support.variants import Family, build_family
+from tests.support.engines import CHAIN, TREE, WIDE, ids, prompts
+from tests.support.variants import Family
 
-from .test_variants import CHAIN, HEADS, PATHS, STATIC, TREE, WIDE, make, mixed, name_of
+from .test_variants import HEADS, PATHS, STATIC, make, mixed, name_of
 
 pytestmark = pytest.mark.full
 
@@ -24,11 +24,6 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("mtp-3", HEADS),
     *itertools.product(("ngram", "ngram_trie"), (CHAIN, PATHS)),
 ]
-
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return build_family(tmp_path_factory.mktemp("family"))
 
 
 def asking(runtime: str, temperature: float, batch: int) -> list[SamplingParams]:

@@ -19,7 +19,7 @@ from graphspec.engine.request import Request, RequestMetrics
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import ConfigError, ResourceError
 from graphspec.graphs.cycle import Cycle
-from graphspec.graphs.programs import Key, PrefillKey, describe, tokens_of
+from graphspec.graphs.programs import PrefillKey, describe, tokens_of
 from graphspec.graphs.stages.mailbox import Message
 from graphspec.kernels import select_kernels
 from graphspec.plan.buffers import Status
@@ -29,8 +29,8 @@ from tests.graphs.test_inert import Poisoner
 from tests.support.depths import Launches, RandomDepth, ScriptedDepth
 from tests.support.engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts, watch_schedulers
 from tests.support.tape import TapeCapturer
-from tests.support.tiny import same_bits, structure_plan, tiny_networks
-from tests.support.variants import Family, build_family
+from tests.support.tiny import assert_same_state, same_bits, structure_plan, tiny_networks
+from tests.support.variants import Family
 
 from .test_scheduler import Case, Device, Row
 
@@ -45,17 +45,6 @@ NETWORKS = ("chain", "tree", "hidden-feature", "no-feature", "one-head", "latent
 def misses(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A draft that is right most of the time."""
     return mirror_pair(tmp_path_factory.mktemp("misses"), noise=0.8)
-
-
-@pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A draft that is always right; a slot, position or feature that is off by one shows as a miss."""
-    return mirror_pair(tmp_path_factory.mktemp("twin"))
-
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return build_family(tmp_path_factory.mktemp("family"))
 
 
 @pytest.fixture(scope="module")
@@ -120,13 +109,7 @@ def test_poison_in_what_no_cycle_may_read(
 ) -> None:
     """Window entries past a row's length among it, wherever a wide window has them."""
     poisoner = Poisoner(watch_schedulers(monkeypatch))
-    launch = Cycle.launch
-
-    def poisoned(self: Cycle, key: Key, message: Message) -> int:
-        getattr(poisoner, what)(self, key, message)
-        return launch(self, key, message)
-
-    monkeypatch.setattr(Cycle, "launch", poisoned)
+    poisoner.before_launches(monkeypatch, what)
     llm = misses.llm(**CHAIN, depths=[0, 1], backlog=9, max_rows=4, buckets=[3, 4], cycles_in_flight=2, debug=True)
     llm.depth_policy = RandomDepth(llm.plan, 5)
     assert ids(llm.generate(*workload())) == plain["misses"]
@@ -227,14 +210,7 @@ def test_captured_programs_equal_direct_ones(structure: str) -> None:
     for seed, count in enumerate((2, 1, 3)):
         outputs = [tiny_run(cycle, RandomDepth(plan, seed), count) for cycle in (captured, direct)]
         assert outputs[0] == outputs[1] == tiny_run(fixed, None, count)
-    left, right = (cycle.arena.snapshot(("state", "kv")) for cycle in (captured, direct))
-    for name, tensor in left.items():
-        other = right[name]
-        if name.endswith("_kv"):  # page 0 is where suppressed writes go
-            tensor, other = tensor[:, :, 1:], other[:, :, 1:]
-        elif tensor.shape[:1] == (plan.max_rows + 1,):  # so is the last row
-            tensor, other = tensor[:-1], other[:-1]
-        assert same_bits(tensor, other), name
+    assert_same_state(captured, direct)
     idle = [describe(key) for key, program in captured.programs.items() if not program.replay.replays]  # type: ignore[union-attr]
     assert idle == []
 

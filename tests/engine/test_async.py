@@ -13,12 +13,12 @@ import pytest
 
 import graphspec
 from graphspec.api.async_llm import AsyncLLM
-from graphspec.api.llm import SamplingParams
+from graphspec.api.llm import LLM, SamplingParams
 from graphspec.api.outputs import StreamEvent, cumulative
 from graphspec.errors import RequestError, ResourceError
 from graphspec.graphs.cycle import Cycle
 from graphspec.shapes import GREEDY
-from tests.support.engines import CHAIN, Pair, ids, mirror_pair, prompts
+from tests.support.engines import CHAIN, Pair, ids, prompts
 from tests.support.interrupts import Fault
 from tests.support.lockstep import PAUSE
 
@@ -27,11 +27,6 @@ from .test_shared_engine import assert_idle, expected
 LENGTH = 16
 PARAMS = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
 ENDLESS = SamplingParams(max_tokens=80, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return mirror_pair(tmp_path_factory.mktemp("pair"), noise=0.8)
 
 
 async def collect(llm: AsyncLLM, prompt: Any, params: SamplingParams = PARAMS) -> dict[int, list[int]]:
@@ -91,18 +86,13 @@ def test_greedy_programs_are_there_before_the_first_caller(pair: Pair) -> None:
     assert len(face.llm.capture_report()) == built
 
 
-@pytest.mark.parametrize("how", ["cancelled", "closed", "left", "loop closed"])
-def test_a_caller_that_leaves_aborts_its_requests(pair: Pair, how: str) -> None:
-    """The requests of others get their tokens; rows and pages are given back."""
-    llm = pair.llm(**CHAIN, max_rows=2)
-    face = AsyncLLM(llm)
-    prompt_ids = prompts(3)
+def hold(llm: LLM) -> tuple[list[Any], threading.Event]:
+    """An engine that makes no step from the first token on until the event says that the caller has left; and its requests."""
     requests: list[Any] = []
     engine, left = llm._engine, threading.Event()
     add, step = engine.scheduler.add, engine._step
 
     def held() -> None:
-        """From the first token on, no step until the caller has left."""
         if left.is_set() or not any(request.output for request in requests):
             step()
         else:
@@ -110,6 +100,16 @@ def test_a_caller_that_leaves_aborts_its_requests(pair: Pair, how: str) -> None:
 
     engine.scheduler.add = lambda request: (requests.append(request), add(request))  # type: ignore[method-assign]
     engine._step = held  # type: ignore[method-assign]
+    return requests, left
+
+
+@pytest.mark.parametrize("how", ["cancelled", "closed", "left", "loop closed"])
+def test_a_caller_that_leaves_aborts_its_requests(pair: Pair, how: str) -> None:
+    """The requests of others get their tokens; rows and pages are given back."""
+    llm = pair.llm(**CHAIN, max_rows=2)
+    face = AsyncLLM(llm)
+    prompt_ids = prompts(3)
+    requests, left = hold(llm)
 
     async def run() -> None:
         events = face.generate(prompt_ids[:2], ENDLESS)
@@ -203,18 +203,7 @@ def test_waiting_gives_the_outputs(pair: Pair) -> None:
 def test_what_is_left_ends_with_its_caller_or_by_its_name(pair: Pair, how: str) -> None:
     """A call can be ended by anyone who knows its name, and the same name then serves again."""
     llm = pair.llm(**CHAIN, max_rows=2)
-    face, engine, requests = AsyncLLM(llm), llm._engine, []
-    add, step, left = engine.scheduler.add, engine._step, threading.Event()
-
-    def held() -> None:
-        """From the first token on, no step until the caller has left."""
-        if left.is_set() or not any(request.output for request in requests):
-            step()
-        else:
-            time.sleep(PAUSE)
-
-    engine.scheduler.add = lambda request: (requests.append(request), add(request))  # type: ignore[method-assign]
-    engine._step = held  # type: ignore[method-assign]
+    face, (requests, left) = AsyncLLM(llm), hold(llm)
 
     async def leave() -> None:
         async for event in face.generate(prompts(1)[0], ENDLESS, "mine"):

@@ -22,7 +22,7 @@ from graphspec.api.async_llm import AsyncLLM
 from graphspec.api.llm import LLM, SamplingParams
 from graphspec.api.outputs import StreamEvent
 from graphspec.errors import ResourceError
-from tests.support.engines import CHAIN, TREE, Pair, mirror_pair, prompts
+from tests.support.engines import CHAIN, TREE, Pair, prompts
 from tests.support.interrupts import Fault, failing, interrupted
 from tests.support.lockstep import Lockstep
 
@@ -52,11 +52,6 @@ LATER = 10_000.0
 
 def params(one: RequestSpec) -> SamplingParams:
     return SamplingParams(max_tokens=one[2], min_tokens=min(one[1], one[2]), ignore_eos=True, **KINDS[one[1]])  # type: ignore[arg-type]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return mirror_pair(tmp_path_factory.mktemp("pair"), noise=0.8)
 
 
 class Alone:

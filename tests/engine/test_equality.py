@@ -29,12 +29,6 @@ def misses(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return mirror_pair(tmp_path_factory.mktemp("misses"), noise=0.8)
 
 
-@pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A draft that is always right."""
-    return mirror_pair(tmp_path_factory.mktemp("twin"))
-
-
 def assert_greedy(pair: Pair, llm: LLM, batch: int, length: int = LENGTH, **prompt_options: Any) -> None:
     prompt_ids = prompts(batch, **prompt_options)
     outputs = llm.generate(prompt_ids, SamplingParams(max_tokens=length))

@@ -23,7 +23,7 @@ from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.programs import PrefillKey, Program
 from graphspec.graphs.stages.mailbox import Message, MessageBuffer
 from graphspec.shapes import GREEDY, SamplingClass
-from tests.support.engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts
+from tests.support.engines import CHAIN, TREE, Pair, ids, prompts
 from tests.support.interrupts import Fault, failing, interrupted
 from tests.support.lockstep import Lockstep
 
@@ -44,11 +44,6 @@ LENGTH = 7
 PARAMS = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
 PLAIN_AND_CHAIN = [pytest.param({"variant": "none"}, id="plain", marks=pytest.mark.full), pytest.param(CHAIN, id="chain")]
 BOUNDARIES = (Cycle.launch.__code__, Cycle._send.__code__, Cycle.read.__code__, MessageBuffer.write.__code__)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return mirror_pair(tmp_path_factory.mktemp("pair"), noise=0.8)
 
 
 @pytest.fixture(autouse=True)

@@ -14,18 +14,12 @@ from graphspec.errors import ConfigError
 from graphspec.models.experts import MixtureOfExperts
 from graphspec.plan.dtypes import Dtypes, resolve_dtypes
 from tests.support.checkpoints import build_hf, write_hf
-from tests.support.engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts
+from tests.support.engines import CHAIN, TREE, Pair, ids, prompts
 from tests.support.moe_checkpoints import build_mixture
 
 SIXTEEN = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 GREEDY = SamplingParams(max_tokens=20)
 SEEDED = [SamplingParams(max_tokens=20, temperature=1.0, seed=seed) for seed in range(3)]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A draft that misses now and then."""
-    return mirror_pair(tmp_path_factory.mktemp("pair"), noise=0.8)
 
 
 def tokens(llm: LLM) -> list[list[int]]:

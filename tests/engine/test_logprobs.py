@@ -9,7 +9,7 @@ import torch
 
 from graphspec.api.outputs import Output
 from graphspec.engine.request import SamplingParams
-from tests.support.engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts
+from tests.support.engines import CHAIN, TREE, Pair, ids, prompts
 
 LENGTH = 14
 PARAMS = [
@@ -19,11 +19,6 @@ PARAMS = [
     SamplingParams(max_tokens=LENGTH, logit_bias={5: 4.0}, logprobs=0, temperature=1.0, seed=6),
     SamplingParams(max_tokens=LENGTH, min_tokens=9, logprobs=5),
 ]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return mirror_pair(tmp_path_factory.mktemp("pair"), noise=0.8)
 
 
 def assert_rescored(pair: Pair, output: Output, count: int) -> None:

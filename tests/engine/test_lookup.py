@@ -15,15 +15,10 @@ from graphspec.config.schema import NgramSettings
 from graphspec.engine.lookup import RepeatIndex
 from graphspec.kernels.tree.ngram_match import match_rows
 from tests.support.engines import ids, prompts
-from tests.support.variants import Family, build_family
+from tests.support.variants import Family
 
 DEPTH, DEPTHS = 4, [0, 1, 2]
 CHAIN = {"num_steps": DEPTH, "topk": 1, "num_draft_tokens": DEPTH + 1}
-
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return build_family(tmp_path_factory.mktemp("family"))
 
 
 @given(

@@ -15,15 +15,10 @@ from graphspec.graphs.programs import PrefillKey
 from graphspec.graphs.stages.mailbox import Message
 from graphspec.kernels.native.call import Tape
 from graphspec.shapes import GREEDY
-from tests.support.engines import CHAIN, TREE, WIDE, Pair, ids, mirror_pair, prompts
+from tests.support.engines import CHAIN, TREE, WIDE, Pair, ids, prompts
 from tests.support.lockstep import Lockstep
 
 PLAIN: dict[str, Any] = {"variant": "none"}
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return mirror_pair(tmp_path_factory.mktemp("pair"), noise=0.8)
 
 
 def some_params(index: int) -> SamplingParams:

@@ -18,7 +18,7 @@ import torch
 from graphspec.api.llm import LLM, SamplingParams
 from graphspec.errors import ConfigError, RequestError, ResourceError
 from graphspec.shapes import GREEDY, SamplingClass, SamplingDefaults, prepared_classes
-from tests.support.engines import CHAIN, Pair, ids, mirror_pair, prompts
+from tests.support.engines import CHAIN, Pair, ids, prompts
 from tests.support.lockstep import Lockstep
 from tests.support.plans import plan as make
 
@@ -27,11 +27,6 @@ from .test_shared_engine import assert_idle, expected
 LENGTH = 8
 PARAMS = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
 CLOSED = "engine: expected an open engine, found one that was closed"
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return mirror_pair(tmp_path_factory.mktemp("pair"), noise=0.8)
 
 
 def test_closed_it_ends_open_calls_and_refuses_others(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

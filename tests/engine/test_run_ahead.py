@@ -23,7 +23,7 @@ from graphspec.graphs.programs import Key, PrefillKey
 from graphspec.graphs.stages.mailbox import Message
 from graphspec.plan.plan import Plan
 from graphspec.shapes import GraphKey
-from tests.support.engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts, watch_schedulers
+from tests.support.engines import CHAIN, TREE, Pair, ids, prompts, watch_schedulers
 from tests.support.plans import plan as make
 
 from .test_scheduler import MAX_STEPS, Case, Device
@@ -218,11 +218,6 @@ def test_a_host_slower_than_the_device_leaves_it_idle() -> None:
     device = steady(2, Times((2.0, 2.0), (1.0, 1.0)))
     assert min(device.idle[2:]) == pytest.approx(1.0)
     assert device.waits <= 2, "results arrive before the host waits for them"
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return mirror_pair(tmp_path_factory.mktemp("pair"), noise=0.8)
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])

@@ -27,7 +27,7 @@ from graphspec.kernels.sampling.topk import stable_topk
 from graphspec.kernels.tree.tree_build import causal_words
 from graphspec.plan.buffers import POISON
 from graphspec.shapes import GREEDY, GraphKey, SamplingClass
-from tests.support.engines import CHAIN, MIRROR_VOCAB, TREE, WIDE, Pair, idle_rows, ids, mirror_pair, prompts, watch_schedulers
+from tests.support.engines import CHAIN, MIRROR_VOCAB, TREE, WIDE, Pair, idle_rows, ids, prompts, watch_schedulers
 
 LENGTH = 18
 STOPS = (5, 9, 17, 23, 31)
@@ -49,11 +49,6 @@ KINDS: list[dict[str, Any]] = [
 
 def some_params(index: int) -> SamplingParams:
     return SamplingParams(max_tokens=LENGTH, seed=50 + index, **KINDS[index % len(KINDS)])
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return mirror_pair(tmp_path_factory.mktemp("pair"), noise=0.8)
 
 
 @pytest.fixture(scope="module")

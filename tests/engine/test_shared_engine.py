@@ -15,17 +15,12 @@ from graphspec.api.outputs import StreamEvent
 from graphspec.engine.engine import Engine
 from graphspec.errors import ResourceError
 from graphspec.shapes import SamplingClass
-from tests.support.engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts
+from tests.support.engines import CHAIN, TREE, Pair, ids, prompts
 from tests.support.lockstep import Lockstep
 
 SHAPES = pytest.mark.parametrize("shape", [{"variant": "none"}, CHAIN, TREE], ids=["plain", "chain", "tree"])
 LENGTH = 20
 PARAMS = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return mirror_pair(tmp_path_factory.mktemp("pair"), noise=0.8)
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from graphspec.api.events import Stream
 from graphspec.api.llm import SamplingParams
 from graphspec.engine.request import Request
 from graphspec.shapes import GREEDY
-from tests.support.engines import CHAIN, MIRROR_VOCAB, Pair, mirror_pair
+from tests.support.engines import CHAIN, MIRROR_VOCAB, Pair
 from tests.support.interrupts import Fault, interrupted
 
 from .test_interrupts import FILES
@@ -32,11 +32,6 @@ FAULTS = 2000
 GROWTH = 48 * 2**20
 """Bytes that resident memory may grow by after the first quarter of a long run."""
 LONG = 10_000
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return mirror_pair(tmp_path_factory.mktemp("pair"), noise=0.8)
 
 
 def resident() -> int:

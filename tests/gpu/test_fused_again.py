@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -77,6 +77,23 @@ def programmatic(request: pytest.FixtureRequest) -> Iterator[bool]:
         yield request.param
 
 
+def assert_replays(everything: Callable[[], list[list[Tensor]]], expected: list[list[Tensor]], launches: int) -> None:
+    """Captured into one graph, the calls give the same at every launch, and give their counters back."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        everything()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = everything()
+    for _ in range(launches):
+        graph.replay()
+        for f, e in zip(found, expected, strict=True):
+            assert_same(f, e)
+    assert not semaphores(DEVICE, 1).any()
+
+
 def test_all_of_them_in_sequence_in_one_graph(programmatic: bool) -> None:
     """They share counters, and with programmatic launch each begins while the one before it still runs."""
     cases = [(op, case) for op in OPS for case in cases_of(op, torch.Generator().manual_seed(6))]
@@ -91,19 +108,7 @@ def test_all_of_them_in_sequence_in_one_graph(programmatic: bool) -> None:
                     target[key].copy_(value)
         return [outputs(op, case) for (op, _), case in zip(cases, used, strict=True)]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        everything()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        found = everything()
-    for _ in range(LAUNCHES // 4):
-        graph.replay()
-        for f, e in zip(found, expected, strict=True):
-            assert_same(f, e)
-    assert not semaphores(DEVICE, 1).any()
+    assert_replays(everything, expected, LAUNCHES // 4)
 
 
 @pytest.mark.seconds(240)
@@ -122,16 +127,4 @@ def test_merges_after_each_other_in_one_graph(lanes: int, programmatic: bool) ->
     def everything() -> list[list[Tensor]]:
         return [call.outputs(case) for call, case in zip(calls, cases, strict=True)]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        everything()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        found = everything()
-    for _ in range(LAUNCHES):
-        graph.replay()
-        for f, e in zip(found, expected, strict=True):
-            assert_same(f, e)
-    assert not semaphores(DEVICE, 1).any()
+    assert_replays(everything, expected, LAUNCHES)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from graphspec.kernels import op_of
-from graphspec.kernels.attention.tree_attention import visible_slots
 from graphspec.kernels.op import KernelOp
-from tests.kernels.cases.attention import poison_unseen, random_pool
+from tests.kernels.cases.attention import poison_unseen, random_pool, visible_slots
+from tests.support.float_law import assert_float_law, widened
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -53,12 +53,9 @@ def chunk_case(first: int, tokens: int, *, queries: int, groups: int, dim: int, 
 
 
 def assert_law(op: KernelOp, case: Case) -> None:
-    """Error against float64 at most twice that of the reference, plus one rounding of the output's dtype; and the same bits again."""
-    oracle = op.reference(**{k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in case.items()})
-    found, reference = op.implementation("fused")(**case), op.reference(**case)
-    assert found.dtype == reference.dtype and found.isfinite().all()
-    own = (reference.double() - oracle).abs().max()
-    assert (found.double() - oracle).abs().max() <= 2 * own + torch.finfo(found.dtype).eps * oracle.abs().max()
+    """The law of floats, and the same bits again."""
+    found = op.implementation("fused")(**case)
+    assert_float_law(found, op.reference(**case), op.reference(**widened(case)))
     for _ in range(10):
         assert torch.equal(op.implementation("fused")(**case), found)
 

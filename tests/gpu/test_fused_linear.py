@@ -17,6 +17,7 @@ from graphspec.kernels.linear.fused.packed_linear import packed_linear
 from graphspec.kernels.linear.linear import linear as reference
 from graphspec.kernels.linear.packed import dequantise
 from tests.kernels.cases import cases_of
+from tests.support.float_law import assert_float_law, widened
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -48,11 +49,7 @@ def call(rows: int, layer: str, dtype: torch.dtype = torch.bfloat16) -> dict[str
 
 
 def assert_law(found: Tensor, arguments: dict[str, Any]) -> None:
-    """Error against float64 at most twice the reference's, plus one rounding of the largest value."""
-    oracle = reference(**{key: value.double() if isinstance(value, Tensor) else value for key, value in arguments.items()})
-    own = (reference(**arguments).double() - oracle).abs().max()
-    allowed = 2 * own + torch.finfo(arguments["x"].dtype).eps * oracle.abs().max()
-    assert found.isfinite().all() and (found.double() - oracle).abs().max() <= allowed
+    assert_float_law(found, reference(**arguments), reference(**widened(arguments)), dtype=arguments["x"].dtype)
 
 
 @pytest.mark.references("linear")

@@ -20,21 +20,11 @@ from graphspec.kernels.linear.fused import packed_moe_mlp as fused_packed_mlp
 from graphspec.kernels.linear.moe_mlp import moe_mlp
 from graphspec.kernels.linear.moe_route import moe_route
 from graphspec.kernels.linear.packed import Packed, dequantise
+from tests.support.float_law import assert_float_law, widened
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 DEVICE = "cuda"
-
-
-def double(case: dict[str, Any]) -> dict[str, Any]:
-    return {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in case.items()}
-
-
-def assert_float_law(found: Tensor, reference: Tensor, oracle: Tensor) -> None:
-    """Error against the float64 oracle at most twice the reference's, plus one rounding of the largest value."""
-    assert found.dtype == reference.dtype and torch.equal(found.isfinite(), oracle.isfinite())
-    own = (reference.double() - oracle).abs().max()
-    assert (found.double() - oracle).abs().max() <= 2 * own + torch.finfo(found.dtype).eps * oracle.abs().max()
 
 
 def attention_case(ends: list[int], tokens: int, heads: int, page_size: int, columns: int) -> dict[str, Any]:
@@ -72,7 +62,7 @@ def attention_case(ends: list[int], tokens: int, heads: int, page_size: int, col
 def test_latent_attention(ends: list[int], tokens: int, heads: int, page_size: int, columns: int) -> None:
     case = attention_case(ends, tokens, heads, page_size, columns)
     out = fused_attention.OP(**case)
-    assert_float_law(out, latent_attention(**case), latent_attention(**double(case)))
+    assert_float_law(out, latent_attention(**case), latent_attention(**widened(case)))
     assert torch.equal(fused_attention.OP(**case), out)
 
 
@@ -117,7 +107,7 @@ def test_latent_chunk_attention() -> None:
     del case["ancestors_BTX"]
     case |= {"slot_BT": slot, "valid_BT": slot < 350}
     found = fused_attention.CHUNK_OP(**case)
-    assert_float_law(found, latent_chunk_attention(**case), latent_chunk_attention(**double(case)))
+    assert_float_law(found, latent_chunk_attention(**case), latent_chunk_attention(**widened(case)))
 
 
 @pytest.mark.references("latent_kv_write")
@@ -144,7 +134,7 @@ def test_latent_kv_write(interleaved: bool) -> None:
         "interleaved": interleaved,
     }
     written, expected, oracle = ({**case, "latent_pool": case["latent_pool"].clone()} for _ in range(3))
-    oracle = double(oracle)
+    oracle = widened(oracle)
     assert_float_law(fused_write.OP(**written), latent_kv_write(**expected), latent_kv_write(**oracle))
     assert_float_law(*(x["latent_pool"][:, :, 1:] for x in (written, expected, oracle)))
 
@@ -177,7 +167,7 @@ def test_moe(tokens: int, topk: int, experts: int, hidden: int, width: int, gate
         "down_EHF": (random(experts, hidden, width) / width**0.5).bfloat16(),
     }
     out = fused_mlp.OP(**case)
-    assert_float_law(out, moe_mlp(**case), moe_mlp(**double(case)))
+    assert_float_law(out, moe_mlp(**case), moe_mlp(**widened(case)))
     assert torch.equal(fused_mlp.OP(**case), out)
 
 
@@ -206,7 +196,7 @@ def test_packed_experts_have_the_bits_of_their_numbers(tokens: int) -> None:
     numbers = {"gate_up_EFH": dequantise(gate_up, torch.bfloat16), "down_EHF": dequantise(down, torch.bfloat16)}
     numbers = {name: one.unflatten(0, (experts, -1)) for name, one in numbers.items()}
     expected = fused_mlp.OP(**case, **numbers)
-    assert_float_law(expected, moe_mlp(**case, **numbers), moe_mlp(**double(case | numbers)))
+    assert_float_law(expected, moe_mlp(**case, **numbers), moe_mlp(**widened(case | numbers)))
     assert torch.equal(fused_packed_mlp.OP(**case, gate_up=gate_up, down=down), expected)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphspec.kernels import op_of
 from graphspec.kernels.attention import rope_kv_write
+from tests.support.float_law import assert_float_law, widened
 
 OP = op_of("rope_kv_write")
 
@@ -67,21 +68,13 @@ def called(function: Any, case: Case) -> tuple[Tensor, Tensor]:
     return function(**own), own["kv_pool"][:, :, 1:]
 
 
-def assert_law(found: Tensor, reference: Tensor, oracle: Tensor) -> None:
-    """Error against float64 at most twice the reference's, plus one rounding of the largest value."""
-    assert found.dtype == reference.dtype and found.isfinite().all()
-    own = (reference.double() - oracle).abs().max()
-    assert (found.double() - oracle).abs().max() <= 2 * own + torch.finfo(found.dtype).eps * oracle.abs().max()
-
-
 def assert_holds(case: Case) -> None:
     """The law for queries and keys; values and everything that is not written, to the bit; and the same bits again."""
     reference = called(rope_kv_write.rope_kv_write, case)
-    wide = {name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value for name, value in case.items()}
-    oracle = called(rope_kv_write.rope_kv_write, wide)
+    oracle = called(rope_kv_write.rope_kv_write, widened(case))
     found = called(OP.implementation("fused"), case)
     for f, r, o in zip(found, reference, oracle, strict=True):
-        assert_law(f, r, o)
+        assert_float_law(f, r, o)
     before, (_, pool), (_, expected) = case["kv_pool"][:, :, 1:], found, reference
     others = [layer for layer in range(LAYERS) if layer != case["layer"]]
     assert torch.equal(pool[others], before[others])

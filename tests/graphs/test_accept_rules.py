@@ -351,11 +351,6 @@ def test_lossy_rules_say_so(caplog: pytest.LogCaptureFixture) -> None:
     assert not resolve(SHAPES["chain"], rule="rejection").coupled
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return mirror_pair(tmp_path_factory.mktemp("pair"), noise=0.8)
-
-
 @pytest.mark.covers("eagle3", "accept=target_only", "accept=rejection")
 @pytest.mark.parametrize(("shape", "rule"), [(CHAIN, "target_only"), (TREE, "target_only"), (CHAIN, "rejection")])
 def test_greedy_rows_do_not_depend_on_the_rule(pair: Pair, shape: dict[str, Any], rule: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from graphspec.graphs.programs import Key
 from graphspec.graphs.stages.mailbox import Message
 from graphspec.plan.buffers import POISON, Status
 from graphspec.shapes import GraphKey
-from tests.support.engines import CHAIN, TREE, Pair, Watched, idle_rows, ids, mirror_pair, prompts, watch_schedulers
+from tests.support.engines import CHAIN, TREE, Pair, Watched, idle_rows, ids, prompts, watch_schedulers
 
 PLAIN: dict[str, Any] = {"variant": "none"}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -26,16 +27,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
 BUDGETS = [14, 3, 8, 1, 9, 11]
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return mirror_pair(tmp_path_factory.mktemp("pair"), noise=0.8)
-
-
 class Poisoner:
     """Poisons slots before every launch, and counts them, so that a test can't pass without poison."""
 
     def __init__(self, schedulers: list[Watched]) -> None:
         self.schedulers, self.done = schedulers, 0
+
+    def before_launches(self, monkeypatch: pytest.MonkeyPatch, what: str) -> Callable[[Cycle, Key, Message], int]:
+        """Poison with this method from now on; returns the launch without it."""
+        launch = Cycle.launch
+
+        def poisoned(cycle: Cycle, key: Key, message: Message) -> int:
+            getattr(self, what)(cycle, key, message)
+            return launch(cycle, key, message)
+
+        monkeypatch.setattr(Cycle, "launch", poisoned)
+        return launch
 
     def lanes(self, cycle: Cycle, key: Key, message: Message) -> None:
         """Every buffer of one cycle, padded lanes included."""
@@ -91,13 +98,7 @@ class Poisoner:
 @pytest.mark.parametrize("what", ["lanes", "free_pages", "unwritten_slots", "windows", "rows"])
 def test_poison_does_not_move_the_output(pair: Pair, setting: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     poisoner = Poisoner(watch_schedulers(monkeypatch))
-    launch = Cycle.launch
-
-    def poisoned(self: Cycle, key: Key, message: Message) -> int:
-        getattr(poisoner, what)(self, key, message)
-        return launch(self, key, message)
-
-    monkeypatch.setattr(Cycle, "launch", poisoned)
+    launch = poisoner.before_launches(monkeypatch, what)
     llm = pair.llm(**SETTINGS[setting], max_rows=4, buckets=[3, 4])
     prompt_ids = prompts(6)
     params = [

@@ -32,6 +32,7 @@ from tests.kernels.cases.attention import random_pool
 from tests.support.checkpoints import VOCAB_SIZE, build_hf
 from tests.support.engines import CHAIN, SMALL, TREE, Pair, ids, prompts, random_pair
 from tests.support.fake_cuda import NoHostTraffic, load_cuda_guard
+from tests.support.float_law import widened
 from tests.support.xqa import StandIn, install
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,7 +116,7 @@ def attend(case: dict[str, Any]) -> Tensor:
 )
 def test_the_adapter_equals_the_reference(stand_in: StandIn, ends: list[int], tokens: int, shape: dict[str, int]) -> None:
     case = window_case(tokens, ends, tokens, **shape)
-    expected = tree_attention(**{k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in case.items()})
+    expected = tree_attention(**widened(case))
     found = attend(case)
     assert stand_in.calls == [tokens] and found.dtype == torch.float32
     torch.testing.assert_close(found, expected.float(), rtol=2e-6, atol=2e-6)

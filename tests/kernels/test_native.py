@@ -15,6 +15,7 @@ from graphspec.kernels import native, resolve, select_kernels
 from graphspec.kernels.native import build as native_build
 from graphspec.models.layers import Linear
 from tests.kernels.cases.attention import random_pool
+from tests.support.float_law import assert_float_law
 
 HEADS, GROUPS, DIM = 6, 2, 20
 
@@ -61,13 +62,10 @@ def test_threads_change_nothing() -> None:
     pool, table = pool_and_table(16, 40)
     query, begin = torch.randn(2, 64, HEADS, DIM), torch.zeros(2, 64, dtype=torch.int64)
     slot, valid = 500 + torch.arange(64).expand(2, 64), torch.ones(2, 64, dtype=torch.bool)
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            results.append(native.chunk_attention(query, pool, 1, table, begin, slot, valid, 0.2))
-    finally:
-        torch.set_num_threads(before)
+    results = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        results.append(native.chunk_attention(query, pool, 1, table, begin, slot, valid, 0.2))
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
@@ -83,21 +81,17 @@ def test_few_queries_over_many_keys_attend_as_many_do(dim: int, threads: int) ->
     begin = torch.randint(0, 60, (2, tokens), generator=generator)
     begin[0, 0] = 0
     pool[0, 0, table[1, 40].long(), 3] = torch.nan  # in the keys of layer 0
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        for layer in (0, 1):
-            many = native.chunk_attention(query, pool, layer, table, begin, slot, valid, 0.2)
-            for t in range(0, tokens, few):
-                part = slice(t, t + few)
-                found = native.chunk_attention(query[:, part], pool, layer, table, begin[:, part], slot[:, part], valid[:, part], 0.2)
-                torch.testing.assert_close(found, many[:, part], rtol=0, atol=0, equal_nan=True)
-            words = ((1 << (torch.arange(few) + 1)) - 1)[None, :, None].expand(2, -1, -1)
-            tree = native.tree_attention(query[:, :few], pool, layer, table, begin[:, :few], torch.full((2,), length), words, 0.2)
-            torch.testing.assert_close(tree, many[:, :few], rtol=0, atol=0, equal_nan=True)
-            assert many[0].isfinite().all() and bool(many[1].isnan().any()) == (layer == 0)
-    finally:
-        torch.set_num_threads(before)
+    for layer in (0, 1):
+        many = native.chunk_attention(query, pool, layer, table, begin, slot, valid, 0.2)
+        for t in range(0, tokens, few):
+            part = slice(t, t + few)
+            found = native.chunk_attention(query[:, part], pool, layer, table, begin[:, part], slot[:, part], valid[:, part], 0.2)
+            torch.testing.assert_close(found, many[:, part], rtol=0, atol=0, equal_nan=True)
+        words = ((1 << (torch.arange(few) + 1)) - 1)[None, :, None].expand(2, -1, -1)
+        tree = native.tree_attention(query[:, :few], pool, layer, table, begin[:, :few], torch.full((2,), length), words, 0.2)
+        torch.testing.assert_close(tree, many[:, :few], rtol=0, atol=0, equal_nan=True)
+        assert many[0].isfinite().all() and bool(many[1].isnan().any()) == (layer == 0)
 
 
 def test_strided_queries_are_read_in_place() -> None:
@@ -126,25 +120,20 @@ def test_large_scores_do_not_overflow() -> None:
     reference = select_kernels("reference", "reference", "cpu").tree_attention
     found = native.tree_attention(query, pool, 1, table, begin, end, words, 1.0)
     oracle = reference(query.double(), pool.double(), 1, table, begin, end, words, 1.0)
-    own = (reference(query, pool, 1, table, begin, end, words, 1.0) - oracle).abs().max()
-    assert (found - oracle).abs().max() <= 2 * own + torch.finfo(torch.float32).eps * oracle.abs().max()
+    assert_float_law(found, reference(query, pool, 1, table, begin, end, words, 1.0), oracle)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
+FLOATS = r"kv_pool: expected one of torch\.float32, .*torch\.float16, found torch\.float64"
+QUERIES = [(dtype, torch.float32, r"query: expected torch\.float32") for dtype in (torch.bfloat16, torch.float16, torch.float64)]
+
+
+@pytest.mark.parametrize(("of_query", "of_pool", "message"), [*QUERIES, (torch.float32, torch.float64, FLOATS)])
+def test_other_dtypes_are_refused(of_query: torch.dtype, of_pool: torch.dtype, message: str) -> None:
     pool, table = pool_and_table(16, 2)
     query, begin = torch.randn(2, 1, HEADS, DIM), torch.zeros(2, 1, dtype=torch.int64)
     rest = (1, table, begin, torch.tensor([9, 9]), torch.ones(2, 1, 1, dtype=torch.int64), 0.2)
-    with pytest.raises(ConfigError, match=r"query: expected torch\.float32"):
-        native.tree_attention(query.to(dtype), pool, *rest)
-
-
-def test_pools_of_other_dtypes_are_refused() -> None:
-    pool, table = pool_and_table(16, 2)
-    query, begin = torch.randn(2, 1, HEADS, DIM), torch.zeros(2, 1, dtype=torch.int64)
-    rest = (1, table, begin, torch.tensor([9, 9]), torch.ones(2, 1, 1, dtype=torch.int64), 0.2)
-    with pytest.raises(ConfigError, match=r"kv_pool: expected one of torch\.float32, .*torch\.float16, found torch\.float64"):
-        native.tree_attention(query, pool.double(), *rest)
+    with pytest.raises(ConfigError, match=message):
+        native.tree_attention(query.to(of_query), pool.to(of_pool), *rest)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -16,13 +16,6 @@ from tests.kernels.cases import cases_of
 WHOLE = tuple(op.name for op in OPS if "native" in op.implementations and op.name not in (*ATTENTION_OPS, *LINEAR_OPS))
 
 
-@pytest.fixture(autouse=True)
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("vocab", [7, 32, 33, 2048, 40_003])
 @pytest.mark.parametrize("topk", [1, 4, 7])
 def test_a_whole_vocabulary_is_ranked_as_the_reference_ranks_it(vocab: int, topk: int) -> None:

@@ -36,11 +36,9 @@ OLDER = {"avx2": ("-mavx2", "-mfma", "-mf16c"), "generic": ()}
 
 
 @pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
+def _without_gradients() -> Iterator[None]:
     with torch.no_grad():
         yield
-    torch.set_num_threads(before)
 
 
 def draw(

@@ -16,6 +16,7 @@ from graphspec.kernels.recurrent.conv_shift import conv_shift
 from graphspec.kernels.recurrent.state_tokens import ancestor_matrix
 from graphspec.kernels.recurrent.tree_conv import tree_conv
 from tests.kernels.cases.recurrent import random_ancestors, random_tokens
+from tests.support.float_law import widened
 from tests.support.tiny import same_bits
 
 BY_NAME = {op.name: op for op in OPS}
@@ -214,7 +215,7 @@ def test_a_row_without_tokens_keeps_its_bits(op: Op) -> None:
 def test_all_nodes_at_once_keep_within_twice_the_error_of_the_walk(rule: str) -> None:
     walk, at_once = (Op(name, rule=rule) for name in ("state_walk", "state_tree"))
     case = {**tree(6, 40), **own(walk)}
-    wide = {name: value.double() if torch.is_tensor(value) and value.is_floating_point() else value for name, value in case.items()}
+    wide = widened(case)
     exact = walk(**wide)
     used_BT = ancestor_matrix(case["ancestors_BTX"]).diagonal(dim1=1, dim2=2)
     errors = [(op(**case).double() - exact)[used_BT].abs().max() for op in (walk, at_once)]

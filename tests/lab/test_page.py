@@ -37,11 +37,6 @@ except ConfigError as error:
 """
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Document]:
-    return render(tmp_path_factory.mktemp("whole"), records())
-
-
 def test_the_report_imports_neither_torch_nor_numpy_and_says_when_plotly_is_missing():
     done = subprocess.run([sys.executable, "-c", NO_TORCH], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -15,15 +15,10 @@ from hypothesis import strategies as st
 from graphspec.lab.measure import results
 from graphspec.lab.report import charts, cycle_charts, request_charts, speed_charts
 from graphspec.lab.report import tables as spelling
-from tests.support.report_page import WEB, Document, charts_of, render
-from tests.support.report_records import provenance, ratio, read, records, side
+from tests.support.report_page import WEB, charts_of, render
+from tests.support.report_records import provenance, ratio, read, side
 
 CSS = (WEB / "style.css").read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Document]:
-    return render(tmp_path_factory.mktemp("whole"), records())
 
 
 # Charts

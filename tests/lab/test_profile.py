@@ -28,15 +28,8 @@ from graphspec.lab.measure.worker import Worker
 from graphspec.lab.measure.workload import held_out_texts, make_workload
 from recipes import held_out
 from recipes.corpus import HELD_OUT
-from tests.support.engines import Pair, add_tokenizer, mirror_pair
+from tests.support.engines import Pair
 from tests.support.profile import launch
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    made = mirror_pair(tmp_path_factory.mktemp("mirror"), noise=1.0)
-    add_tokenizer(made.target)
-    return made
 
 
 def spell(text: str) -> list[int]:

@@ -25,15 +25,8 @@ from graphspec.lab.measure.selfcheck import ComparingReplay, check_runtime
 from graphspec.lab.measure.sides import SideConfig, plain_config, sides_of
 from graphspec.lab.measure.stages import Probe, kernel_timeline, summarise_kernels
 from graphspec.plan.runtime import Runtime
-from tests.support.engines import Pair, add_tokenizer, mirror_pair
+from tests.support.engines import Pair
 from tests.support.profile import launch
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    made = mirror_pair(tmp_path_factory.mktemp("mirror"), noise=1.0)
-    add_tokenizer(made.target)
-    return made
 
 
 @pytest.fixture(scope="module")

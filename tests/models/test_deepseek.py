@@ -21,7 +21,7 @@ from graphspec.models.target import load_target
 from graphspec.plan.buffers import declare_slots
 from graphspec.plan.plan import make_plan
 from graphspec.shapes import CycleShape
-from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, edit_json, edit_tensors, write_folder, write_hf
+from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, edit_json, write_folder, write_hf
 from tests.support.engines import ids, prompts
 from tests.support.features import marked
 from tests.support.moe_checkpoints import (
@@ -30,6 +30,7 @@ from tests.support.moe_checkpoints import (
     YARN,
     HeadOfTransformers,
     add_heads,
+    assert_refused,
     build_mixture,
     greedy,
     head_tensors,
@@ -348,13 +349,7 @@ BAD_TENSORS: dict[str, tuple[str, tuple[int, ...] | None, str]] = {
 
 @pytest.mark.parametrize("name", BAD_TENSORS)
 def test_bad_tensors_are_refused(name: str, tmp_path: Path) -> None:
-    tensor, shape, message = BAD_TENSORS[name]
-    path, _ = write_mixture(tmp_path, "deepseek_v3")
-    tensor = f"model.layers.1.{tensor}"
-    removed, changes = ([tensor], {}) if shape is None else ([], {tensor.replace(".", "__"): torch.zeros(shape)})
-    edit_tensors(path / "model.safetensors", *removed, **changes)
-    with pytest.raises(CheckpointError, match=message):
-        load_target(read_model_facts(path), (), 8, torch.float32, "cpu")
+    assert_refused(write_mixture(tmp_path, "deepseek_v3")[0], *BAD_TENSORS[name])
 
 
 def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:

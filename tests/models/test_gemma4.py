@@ -21,6 +21,7 @@ from graphspec.plan.buffers import declare_slots
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, edit_json, edit_tensors, write_hf
 from tests.support.engines import CHAIN, TREE, Pair, ids, prompts, random_pair, watch_schedulers
 from tests.support.features import marked, of_family
+from tests.support.float_law import assert_float_law
 from tests.support.gemma4 import BASE, INPUTS, KINDS, ROPES, SHAPES, build_gemma4, in_float64, randomise
 from tests.support.plans import plan as plan_of
 from tests.support.quantised_checkpoints import quantise
@@ -70,11 +71,6 @@ def streams(model: Any, token_BT: torch.Tensor) -> tuple[torch.Tensor, dict[int,
     return logits, found
 
 
-def assert_as_close(mine: torch.Tensor, reference: torch.Tensor, truth: torch.Tensor) -> None:
-    """To float64, at most twice as far as transformers."""
-    assert (mine - truth).abs().max() <= 2 * (reference - truth).abs().max() + torch.finfo(torch.float32).eps * truth.abs().max()
-
-
 @pytest.mark.parametrize("name", marked(CASES, lambda name: GEMMA, "logits"))
 @torch.inference_mode()
 def test_logits_and_taps_equal_transformers(name: str, tmp_path: Path) -> None:
@@ -90,7 +86,7 @@ def test_logits_and_taps_equal_transformers(name: str, tmp_path: Path) -> None:
     pairs = [(ours.logits(out.hidden_BTH), theirs, exact)]
     pairs += [(part, own[tap], wide[tap]) for part, tap in zip(out.feature_BTF.chunk(len(taps), -1), taps, strict=True)]
     for pair in pairs:
-        assert_as_close(*pair)
+        assert_float_law(*pair)
     assert torch.equal(pairs[0][0].argmax(-1), theirs.argmax(-1))
 
 
@@ -121,7 +117,7 @@ def test_the_language_model_of_one_that_sees_and_hears(tmp_path: Path) -> None:
     ours = load_target(read_model_facts(write_hf(model, tmp_path)), (), 40, torch.float32, "cpu")
     token_BT = torch.randint(0, VOCAB_SIZE - 1, (2, 40), generator=torch.Generator().manual_seed(3))
     found = ours.logits(ours(token_BT, DenseAttention.prompt(2, 40)).hidden_BTH)
-    assert_as_close(found, model(input_ids=token_BT).logits, in_float64(model)(input_ids=token_BT).logits)
+    assert_float_law(found, model(input_ids=token_BT).logits, in_float64(model)(input_ids=token_BT).logits)
 
 
 def test_published_keys_say_what_those_of_transformers_do(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from graphspec.models.layers import Embedding, RMSNorm
 from graphspec.models.target import load_target
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, architecture_of, build_hf, write_hf
 from tests.support.features import marked
+from tests.support.float_law import assert_float_law
 
 TAPS = (0, 1, 3, 5)
 LENGTH = 40
@@ -163,8 +164,7 @@ def assert_logits_and_taps(model: Any, folder: Any, length: int, taps: tuple[int
     pairs = [(logits, theirs.logits, oracle.logits)]
     pairs += [(mine, theirs.hidden_states[at], oracle.hidden_states[at]) for mine, at in zip(states, places, strict=True)]
     for mine, reference, exact in pairs:
-        error, allowed = (mine - exact).abs().max(), (reference - exact).abs().max()
-        assert error <= 2 * allowed + torch.finfo(torch.float32).eps * exact.abs().max()
+        assert_float_law(mine, reference, exact)
 
 
 @pytest.mark.parametrize("name", marked(CASES, lambda name: architecture_of(CASES[name][0]), "logits"))

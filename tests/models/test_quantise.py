@@ -26,6 +26,7 @@ from graphspec.models.checkpoint import Checkpoint
 from graphspec.models.quantise import quantise
 from graphspec.weights.rounding import ROUNDED
 from tests.support.checkpoints import build_hf, eagle3_tensors, edit_json, publish_eagle3, write_hf
+from tests.support.engines import assert_tokens_of
 from tests.support.hybrid_checkpoints import build_hybrid
 from tests.support.moe_checkpoints import write_mixture
 
@@ -104,14 +105,8 @@ def test_transformers_loads_it_and_engines_emit_its_tokens(code: str, source: Pa
     quantise(source, tmp_path / "out", code, ["layers", "lm_head"] if code == "int8" else ["layers"])
     edit_json(tmp_path / "out" / "config.json", dtype="float32")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
-    expected = [
-        model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None)[0, len(prompt) :].tolist()
-        for prompt in PROMPTS
-    ]
-    for shape in ({"variant": "none"}, {"variant": "ngram", "num_steps": 3, "topk": 1, "num_draft_tokens": 4}):
-        llm = LLM(str(tmp_path / "out"), runtime="eager", max_context=64, page_size=8, max_rows=2, buckets=[2], **shape)
-        outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=16, ignore_eos=True))
-        assert [list(output.token_ids) for output in outputs] == expected
+    shapes = ({"variant": "none"}, {"variant": "ngram", "num_steps": 3, "topk": 1, "num_draft_tokens": 4})
+    assert_tokens_of(model, tmp_path / "out", PROMPTS, 16, *shapes)
 
 
 def test_large_checkpoints_are_written_in_shards(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

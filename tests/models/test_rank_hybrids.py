@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from graphspec.config.schema import Config, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.errors import ConfigError
 from graphspec.facts import ModelFacts, read_model_facts
 from graphspec.graphs.memory import plan_memory
 from graphspec.kernels import select_kernels
-from graphspec.lab.predict.ranks import sums_of
-from graphspec.models.layers import join_ranks
 from graphspec.models.recurrence import RecurrentStates, RunRecurrence
 from graphspec.models.target import load_target
 from graphspec.plan.buffers import declare_slots
@@ -24,7 +21,7 @@ from graphspec.plan.plan import make_plan
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, write_hf
 from tests.support.features import marked
 from tests.support.hybrid_checkpoints import build_hybrid, hybrid_of
-from tests.support.rank_threads import ThreadComm, count_numbers_read, together
+from tests.support.rank_threads import count_numbers_read, run_ranks
 
 LENGTH = 70
 """More than one block of the chunked rules."""
@@ -88,24 +85,10 @@ def prompts(facts: ModelFacts) -> DenseAttention:
 @pytest.mark.parametrize("name", marked(CASES, lambda name: hybrid_of(CASES[name][0]), "ranks"))
 def test_ranks_together_have_the_logits_of_transformers(name: str, size: int, tmp_path: Path) -> None:
     model = build(name, tmp_path)
-    facts, comm = read_model_facts(tmp_path), ThreadComm(size)
-    token_BT = torch.randint(0, VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(3))
-
-    def run(rank: int) -> tuple[Tensor, Tensor]:
-        own = facts.of_rank(rank, size)
-        with torch.inference_mode():
-            ours = load_target(own, TAPS, LENGTH, torch.float32, "cpu")
-            join_ranks(ours, comm.of(rank))
-            found = ours(token_BT, prompts(own))
-            assert found.feature_BTF is not None
-            return ours.lm_head.gather(ours.logits(found.hidden_BTH)), found.feature_BTF
-
-    (logits, features), *others = together(size, run)
-    for other_logits, other_features in others:
-        assert torch.equal(other_logits, logits) and torch.equal(other_features, features)
+    facts, token_BT = read_model_facts(tmp_path), torch.randint(0, VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    logits, features, calls = run_ranks(facts, size, TAPS, token_BT, prompts)
     one_net = facts.mixers is not None
-    assert comm.calls == {"sums": 1 + (1 if one_net else 2) * facts.num_layers, "gathers": 1 + NORMS.get((name, size), 0)}
-    assert sum(comm.calls.values()) == sums_of(facts.of_rank(0, size), size)
+    assert calls == {"sums": 1 + (1 if one_net else 2) * facts.num_layers, "gathers": 1 + NORMS.get((name, size), 0)}
     with torch.inference_mode():
         theirs = model(token_BT, output_hidden_states=True, use_cache=False)
     for found, expected in ((logits, theirs.logits), (features, torch.cat([theirs.hidden_states[tap] for tap in TAPS], -1))):

@@ -8,20 +8,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from graphspec.errors import ConfigError
 from graphspec.facts import read_model_facts
 from graphspec.facts.sharding import Shard, sharding_of
-from graphspec.lab.predict.ranks import sums_of
 from graphspec.models.decoder import Decoder
-from graphspec.models.layers import join_ranks
 from graphspec.models.target import load_target
-from graphspec.models.vocabulary import VocabParallelLinear
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, architecture_of, build_hf, write_hf
 from tests.support.features import marked
+from tests.support.float_law import assert_float_law
 from tests.support.moe_checkpoints import build_mixture, mixture_of
-from tests.support.rank_threads import ThreadComm, count_numbers_read, together
+from tests.support.rank_threads import count_numbers_read, run_ranks
 
 from .test_models import in_float64
 
@@ -68,27 +65,13 @@ def architecture(name: str) -> str:
 @pytest.mark.parametrize("name", marked(CASES, architecture, "ranks"))
 def test_ranks_together_have_the_logits_of_transformers(name: str, size: int, tmp_path: Path) -> None:
     model = build(name, tmp_path)
-    facts, comm = read_model_facts(tmp_path), ThreadComm(size)
-    token_BT = torch.randint(0, VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(3))
-
-    def run(rank: int) -> tuple[Tensor, Tensor]:
-        with torch.inference_mode():
-            ours = load_target(facts.of_rank(rank, size), TAPS, LENGTH, torch.float32, "cpu")
-            join_ranks(ours, comm.of(rank))
-            found = ours(token_BT, DenseAttention.prompt(2, LENGTH))
-            assert found.feature_BTF is not None and isinstance(ours.lm_head, VocabParallelLinear)
-            return ours.lm_head.gather(ours.logits(found.hidden_BTH)), found.feature_BTF
-
-    (logits, features), *others = together(size, run)
+    facts, token_BT = read_model_facts(tmp_path), torch.randint(0, VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    logits, _, calls = run_ranks(facts, size, TAPS, token_BT, lambda _: DenseAttention.prompt(2, LENGTH))
     blocks = 3 if CASES[name][0] in ("olmo2", "olmoe") else 2  # queries and keys are normed over all ranks
-    assert comm.calls == {"sums": 1 + blocks * facts.num_layers, "gathers": 1}
-    assert sum(comm.calls.values()) == sums_of(facts.of_rank(0, size), size)
-    for other_logits, other_features in others:
-        assert torch.equal(other_logits, logits) and torch.equal(other_features, features)
+    assert calls == {"sums": 1 + blocks * facts.num_layers, "gathers": 1}
     with torch.inference_mode():
         theirs, exact = (each(token_BT, output_hidden_states=True) for each in (model, in_float64(model)))
-    error, allowed = (logits - exact.logits).abs().max(), (theirs.logits - exact.logits).abs().max()
-    assert error <= 2 * allowed + torch.finfo(torch.float32).eps * exact.logits.abs().max()
+    assert_float_law(logits, theirs.logits, exact.logits)
     assert torch.equal(logits.argmax(-1), theirs.logits.argmax(-1))
 
 

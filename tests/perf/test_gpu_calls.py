@@ -28,12 +28,9 @@ from perf.gpu import bench, checks, engine, latency, probes, readme, records, re
 from perf.gpu.bench import EAGLE3_8B, LLAMA_8B
 from perf.gpu.budget import CALLS, GAP, MINUTES, Part, all_parts, allowed, needed
 from tests.support.codegen import pretended_gpu
+from tests.support.gpu_configs import SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
 HEAD = {"kind": "provenance", "revision": "abc", "tree": "1", "torch": "2", "triton": "3", "gpus": [{"name": "H"}], "date": "2026-01-01"}
 PASSED = {"kind": "check", "name": "t", "outcome": "passed", "seconds": 1.0, "message": ""}
 CYCLE = {"kind": "cycle", "case": "none", "lanes": 1, "milliseconds": 5.0, "floor_milliseconds": 4.5, "percent_of_floor": 90.0,

@@ -28,14 +28,10 @@ from perf import gpu_check
 from perf.gpu import bench, checks, latency, probes, processes, results, static_decode
 from perf.gpu.bench import EAGLE3_8B, LLAMA_8B
 from perf.gpu.latency import Session, interrupted_rows, run
-from tests.support.gpu_configs import small_jetspec
+from tests.support.gpu_configs import SMALL, small_jetspec
 from tests.support.tiny import structure_plan, tiny_networks
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
 SMALL_DRAFT = {**SMALL, "num_hidden_layers": 1, "draft_vocab_size": 31}
 
 CHECKS = """

@@ -108,11 +108,7 @@ def test_a_client_that_does_not_read_is_disconnected(pair: Pair, monkeypatch: py
     monkeypatch.setattr(app, "sse", lambda _: b"data: " + b"x" * 2**20 + b"\n\n")
     with pair.llm(**CHAIN, max_rows=1, buckets=[1]) as llm, serving(llm, write_seconds=0.3) as server:
         connection = server.connect()
-        body = json.dumps({**ENDLESS, "stream": True}).encode()
-        connection.sendall(
-            f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-            + body
-        )
+        connection.sendall(raw_post(json.dumps({**ENDLESS, "stream": True}).encode()))
         wait_for(lambda: server.api.slots.taken == 1)
         server.idle()
         connection.close()
@@ -162,11 +158,7 @@ def test_the_end_does_not_wait_for_ever(pair: Pair) -> None:
         server = Served(llm, drain_seconds=1.0)
         with held_after_the_first_token(llm):
             connection = server.connect()
-            body = json.dumps({**ENDLESS, "stream": True}).encode()
-            connection.sendall(
-                f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-                + body
-            )
+            connection.sendall(raw_post(json.dumps({**ENDLESS, "stream": True}).encode()))
             wait_for(lambda: llm.load().running == 1)
             server.stop()
             assert b"[DONE]" not in closed_by_server(connection)

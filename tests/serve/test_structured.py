@@ -12,7 +12,6 @@ import pytest
 
 from graphspec import LLM, SamplingParams, Structured
 from graphspec.api.llm import model_folder
-from tests.support.serving import serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,12 +37,6 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     with LLM(folder, variant="eagle3", draft=model_folder("demo").parent / "eagle3", runtime="eager", max_rows=2) as llm:
         yield llm
-
-
-@pytest.fixture(scope="module")
-def server(llm: LLM) -> Iterator[Served]:
-    with serving(llm) as found:
-        yield found
 
 
 @pytest.mark.parametrize(

@@ -446,3 +446,17 @@ class DenseAttention:
         if sink_Q is not None:
             seen_BQTU = torch.cat((seen_BQTU, sink_Q[None, :, None, None].expand(*seen_BQTU.shape[:3], 1)), -1)
         return seen_BQTU.softmax(-1)[..., : score_BQTU.shape[-1]].to(score_BQTU.dtype)
+
+
+@torch.inference_mode()
+def assert_inert_rows(draft: Any) -> None:
+    """Rows of a draft that are not valid change nothing, whatever their features."""
+    token_BT, hidden_BTH = torch.tensor([[5, 6, -1, -1]]), torch.randn(1, 4, draft.facts.decoder.hidden_size)
+    hidden_BTH[:, 2:] = float("nan")
+    attention = DenseAttention.prompt(1, 4)
+    attention.valid_BT = token_BT >= 0
+    found = draft(token_BT, hidden_BTH, attention)
+    assert found.isfinite().all()
+    assert torch.equal(found, draft(token_BT, hidden_BTH.nan_to_num(0.0), attention))
+    attention.valid_BT = torch.ones_like(attention.valid_BT)
+    assert not draft(token_BT, hidden_BTH, attention).isfinite().all()

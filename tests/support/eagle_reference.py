@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 EPS = 1e-5
 
 
-def rms(x: Tensor, weight: Tensor) -> Tensor:
-    return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + EPS)
+def rms(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
+    return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
 
 
 def rotate(x: Tensor, first_position: int, theta: float, part: int | None = None) -> Tensor:
@@ -73,19 +73,24 @@ def layer(
     window: int | None = None,
     rotary: int | None = None,
     latent: dict[str, int] | None = None,
+    gated: bool = False,
+    eps: float = EPS,
 ) -> Tensor:
-    """A decoder layer whose attention reads ``x``; causal over the rows."""
+    """A decoder layer whose attention reads ``x``; causal over the rows. ``gated``: a gate for each head lies next to its query."""
     at = f"{prefix}self_attn."
     if latent is not None:
         mixed = latent_attention(w, at, x, first_position, theta, latent)
     else:
-        q, k, v = (project(w, f"{at}{name}_proj", x).unflatten(-1, (-1, head_dim)) for name in "qkv")
+        q, k, v = (project(w, f"{at}{name}_proj", x) for name in "qkv")
+        q, gates = q.unflatten(-1, (-1, 2, head_dim)).unbind(-2) if gated else (q.unflatten(-1, (-1, head_dim)), None)
+        k, v = (part.unflatten(-1, (-1, head_dim)) for part in (k, v))
         if f"{at}q_norm.weight" in w:
-            q, k = rms(q, w[f"{at}q_norm.weight"]), rms(k, w[f"{at}k_norm.weight"])
+            q, k = rms(q, w[f"{at}q_norm.weight"], eps), rms(k, w[f"{at}k_norm.weight"], eps)
         q, k = rotate(q, first_position, theta, rotary), rotate(k, first_position, theta, rotary)
         mixed = attend(q, k, v, window)
+        mixed = mixed if gates is None else mixed * torch.sigmoid(gates.flatten(-2))
     residual = residual + project(w, f"{at}o_proj", mixed)
-    y = rms(residual, w[f"{prefix}post_attention_layernorm.weight"])
+    y = rms(residual, w[f"{prefix}post_attention_layernorm.weight"], eps)
     gate = project(w, f"{prefix}mlp.gate_proj", y)
     return residual + project(w, f"{prefix}mlp.down_proj", gate * torch.sigmoid(gate) * project(w, f"{prefix}mlp.up_proj", y))
 
@@ -108,6 +113,7 @@ def eagle3_step(
     norm_before_residual: bool = False,
     norm_output: bool = False,
     windows: tuple[int | None, ...] = (),
+    eps: float = EPS,
     **attention: Any,
 ) -> tuple[Tensor, Tensor]:
     """Inputs of the next step and of the language-model head; the first layer is ``midlayer`` in ``w``.
@@ -115,15 +121,17 @@ def eagle3_step(
     ``windows``: of the layers, none of those left out; ``attention``: further options of :func:`layer`.
     """
     windows += (None,) * len(w)
-    normed = rms(hidden, w["midlayer.hidden_norm.weight"])
-    x = torch.cat((rms(embedding, w["midlayer.input_layernorm.weight"]), normed), -1)
-    out = layer(w, "midlayer.", normed if norm_before_residual else hidden, x, first_position, theta, window=windows[0], **attention)
+    normed = rms(hidden, w["midlayer.hidden_norm.weight"], eps)
+    x = torch.cat((rms(embedding, w["midlayer.input_layernorm.weight"], eps), normed), -1)
+    out = layer(
+        w, "midlayer.", normed if norm_before_residual else hidden, x, first_position, theta, window=windows[0], eps=eps, **attention
+    )
     index = 1
     while f"layers.{index}.mlp.down_proj.weight" in w:
-        x = rms(out, w[f"layers.{index}.input_layernorm.weight"])
-        out = layer(w, f"layers.{index}.", out, x, first_position, theta, window=windows[index], **attention)
+        x = rms(out, w[f"layers.{index}.input_layernorm.weight"], eps)
+        out = layer(w, f"layers.{index}.", out, x, first_position, theta, window=windows[index], eps=eps, **attention)
         index += 1
-    last = rms(out, w["norm.weight"])
+    last = rms(out, w["norm.weight"], eps)
     return (last if norm_output else out), last
 
 

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphspec.api.llm import LLM
 from graphspec.engine import engine as engine_module
+from graphspec.engine.request import SamplingParams
 from graphspec.engine.scheduler import Scheduler
 from graphspec.graphs.cycle import Cycle
 from graphspec.plan.buffers import Status
@@ -62,6 +63,15 @@ class Pair:
                 out = model.generate(token_BT, attention_mask=mask_BT, max_new_tokens=max_tokens, do_sample=False, pad_token_id=0)
             self._greedy[key] = out[0, len(prompt) :].tolist()
         return self._greedy[key]
+
+
+def assert_tokens_of(model: Any, path: Path, prompt_ids: Sequence[list[int]], tokens: int, *shapes: dict[str, Any]) -> None:
+    """Engines of these shapes over a checkpoint emit the greedy tokens of transformers' ``model``."""
+    pair = Pair(path, path, model)
+    expected = [pair.greedy(prompt, tokens, ignore_eos=True) for prompt in prompt_ids]
+    for shape in shapes:
+        with LLM(path, runtime="eager", max_context=64, page_size=8, max_rows=2, buckets=[2], **shape) as llm:
+            assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=tokens, ignore_eos=True))) == expected, shape
 
 
 def random_pair(path: Path, model: Any, **head: Any) -> Pair:

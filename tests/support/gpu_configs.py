@@ -6,6 +6,11 @@ from typing import Any
 
 from perf.gpu.bench import JETSPEC_8B, QWEN3_8B
 
+SMALL = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+
 
 def small_jetspec(sizes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Target and block drafter of :data:`perf.gpu.latency.PARALLEL` with these ``sizes`` of the target; the block is as long."""

@@ -6,12 +6,16 @@ import copy
 import re
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpLayer
 
-from tests.support.checkpoints import VOCAB_SIZE, edit_json, write_hf
+from graphspec.errors import CheckpointError
+from graphspec.facts import read_model_facts
+from graphspec.models.target import load_target
+from tests.support.checkpoints import VOCAB_SIZE, edit_json, edit_tensors, write_hf
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -260,3 +264,12 @@ def greedy(model: Any, prompt: list[int], max_tokens: int) -> list[int]:
             )
         known[key] = out[0, len(prompt) :].tolist()
     return known[key]
+
+
+def assert_refused(path: Path, tensor: str, shape: tuple[int, ...] | None, message: str) -> None:
+    """A target with this tensor of layer 1 in another shape, or without it, is refused."""
+    tensor = f"model.layers.1.{tensor}"
+    removed, changes = ([tensor], {}) if shape is None else ([], {tensor.replace(".", "__"): torch.zeros(shape)})
+    edit_tensors(path / "model.safetensors", *removed, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load_target(read_model_facts(path), (), 8, torch.float32, "cpu")

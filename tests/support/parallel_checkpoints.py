@@ -84,14 +84,23 @@ def p_eagle_tensors(pair: Pair, *, num_layers: int = 2, reduced: bool = True, ex
         if name.endswith(("o_proj.weight", "down_proj.weight", "fc.weight")):
             tensor[0] = 0
     tensors["fc.weight"][0, 0] = 1.0
-    head = pair.hf.lm_head.weight.detach()
-    if not reduced:
-        del tensors["d2t"], tensors["t2d"], tensors["lm_head.weight"]
-        return tensors
+    del tensors["d2t"], tensors["t2d"], tensors["lm_head.weight"]
+    return {**tensors, **reduced_head(pair)} if reduced else tensors
+
+
+def reduced_head(pair: Pair) -> dict[str, Tensor]:
+    """A head over every third token and the favourites, and the maps of that vocabulary."""
     kept = torch.tensor(sorted({*FAVOURITES, *range(0, VOCAB_SIZE, 3)}))
-    tensors["d2t"], tensors["t2d"] = kept - torch.arange(len(kept)), torch.zeros(VOCAB_SIZE, dtype=torch.bool)
-    tensors["t2d"][kept] = True
-    return {**tensors, "lm_head.weight": head[kept].clone()}
+    mask = torch.zeros(VOCAB_SIZE, dtype=torch.bool).index_fill(0, kept, True)
+    return {"d2t": kept - torch.arange(len(kept)), "t2d": mask, "lm_head.weight": pair.hf.lm_head.weight.detach()[kept].clone()}
+
+
+def over_targets(raw: dict[str, Tensor], own_SVd: Tensor) -> Tensor:
+    """Log-probabilities over the draft's vocabulary as those over the target's, float64."""
+    if "d2t" not in raw:
+        return own_SVd
+    target_Vd = torch.arange(len(raw["d2t"])) + raw["d2t"]
+    return torch.full((len(own_SVd), VOCAB_SIZE), -torch.inf, dtype=torch.float64).index_copy(1, target_Vd, own_SVd)
 
 
 def write_p_eagle(path: Path, tensors: dict[str, Tensor], layout: str = "sglang", **config: Any) -> Path:
@@ -120,12 +129,7 @@ def dflash_tensors(pair: Pair, *, num_layers: int = 2, reduced: bool = False, se
         tensors |= {f"{at}mlp.{name}_proj.weight": normal(*size) for name, size in sizes.items()}
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             tensors[f"{at}{name}.weight"].mul_(0.4)[0] = 0
-    if reduced:
-        kept = torch.tensor(sorted({*FAVOURITES, *range(0, VOCAB_SIZE, 3)}))
-        tensors["d2t"], tensors["t2d"] = kept - torch.arange(len(kept)), torch.zeros(VOCAB_SIZE, dtype=torch.bool)
-        tensors["t2d"][kept] = True
-        tensors["lm_head.weight"] = pair.hf.lm_head.weight.detach()[kept].clone()
-    return tensors
+    return {**tensors, **reduced_head(pair)} if reduced else tensors
 
 
 def write_dflash(

@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from graphspec.facts import ModelFacts
+from graphspec.lab.predict.ranks import sums_of
 from graphspec.models import tensor_files
+from graphspec.models.layers import join_ranks
+from graphspec.models.target import load_target
+from graphspec.models.vocabulary import VocabParallelLinear
+from tests.support.checkpoints import DenseAttention
 
 
 class ThreadComm:
@@ -52,6 +58,28 @@ class OneThread:
 def together(size: int, run: Callable[[int], Any]) -> list[Any]:
     with ThreadPoolExecutor(size) as pool:
         return [future.result() for future in [pool.submit(run, rank) for rank in range(size)]]
+
+
+def run_ranks(
+    facts: ModelFacts, size: int, taps: tuple[int, ...], token_BT: Tensor, attention: Callable[[ModelFacts], DenseAttention]
+) -> tuple[Tensor, Tensor, dict[str, int]]:
+    """Logits and tapped features of whole prompts, the same on every rank, and the collectives they took, as many as the plan counts."""
+    comm = ThreadComm(size)
+
+    def run(rank: int) -> tuple[Tensor, Tensor]:
+        own = facts.of_rank(rank, size)
+        with torch.inference_mode():
+            ours = load_target(own, taps, token_BT.shape[1], torch.float32, "cpu")
+            join_ranks(ours, comm.of(rank))
+            found = ours(token_BT, attention(own))
+            assert found.feature_BTF is not None and isinstance(ours.lm_head, VocabParallelLinear)
+            return ours.lm_head.gather(ours.logits(found.hidden_BTH)), found.feature_BTF
+
+    (logits, features), *others = together(size, run)
+    for other_logits, other_features in others:
+        assert torch.equal(other_logits, logits) and torch.equal(other_features, features)
+    assert sum(comm.calls.values()) == sums_of(facts.of_rank(0, size), size)
+    return logits, features, comm.calls
 
 
 def count_numbers_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:

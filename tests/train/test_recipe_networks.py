@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from graphspec.config.train_options import AcceptanceConfig, TextConfig
 from graphspec.drafters.heads.eagle3_training import choose_draft_vocab
@@ -33,6 +32,7 @@ from tests.support.drafts import (
     round_to_bfloat16,
     tiny_target,
 )
+from tests.support.eagle_reference import eagle3_fuse, eagle3_step
 
 
 def layer_shapes(prefix: str, i: int, inputs: int = 32, **extra: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -172,25 +172,16 @@ def test_a_published_eagle3_head_reads_features_as_they_are():
     features, _ = Target(target).view(tokens, drafter.tap_layers)
     _, held = drafter.published(target)
 
-    def norm(name: str, value: torch.Tensor) -> torch.Tensor:
-        return value * torch.rsqrt(value.square().mean(-1, keepdim=True) + 1e-6) * held[name]
-
-    hidden = features[:, :11] @ held["fc.weight"].T
-    embed = norm("midlayer.input_layernorm.weight", target.model.embed_tokens(tokens)[:, 1:])
-    x = torch.cat((embed, norm("midlayer.hidden_norm.weight", hidden)), -1)
-    q, k, v = ((x @ held[f"midlayer.self_attn.{n}_proj.weight"].T).unflatten(-1, (-1, 8)).transpose(1, 2) for n in "qkv")
-    cos, sin = target.model.rotary_emb(x, torch.arange(11)[None])
-    q, k = apply_rotary_pos_emb(q, k, cos, sin)
-    attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
-    hidden = hidden + attended @ held["midlayer.self_attn.o_proj.weight"].T
-    y = norm("midlayer.post_attention_layernorm.weight", hidden)
-    gate, up = (y @ held[f"midlayer.mlp.{n}_proj.weight"].T for n in ("gate", "up"))
-    hidden = hidden + (torch.nn.functional.silu(gate) * up) @ held["midlayer.mlp.down_proj.weight"].T
+    embed = target.model.embed_tokens(tokens)[:, 1:].detach()
+    steps = [
+        eagle3_step(held, embed[lane], eagle3_fuse(held, features[lane, :11], 32), 0, theta=10000.0, head_dim=8, eps=1e-6)
+        for lane in (0, 1)
+    ]
+    hidden, last = (torch.stack(part) for part in zip(*steps, strict=True))
     with torch.no_grad():
         found = next(unrolled(drafter, features, tokens, 1))
         torch.testing.assert_close(found, hidden, rtol=1e-4, atol=1e-4)
-        expected = norm("norm.weight", hidden) @ held["lm_head.weight"].T
-        torch.testing.assert_close(drafter.logits(found), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(drafter.logits(found), last @ held["lm_head.weight"].T, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])

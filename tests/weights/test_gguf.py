@@ -24,6 +24,7 @@ from graphspec.models.target import load_target
 from graphspec.text.tokenizer import Tokenizer
 from graphspec.weights.gguf import DECODE
 from tests.support.checkpoints import architecture_of, build_hf, write_hf
+from tests.support.engines import assert_tokens_of
 from tests.support.features import marked
 from tests.support.gguf_files import blocks, copy_gguf, write_gguf
 
@@ -49,11 +50,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.mark.parametrize("name", DECODE)
 def test_blocks_stand_for_the_numbers_of_the_package(name: str) -> None:
     kind = Type[name]
@@ -72,14 +68,8 @@ def test_engines_emit_the_tokens_of_transformers(family: str, sources: dict[str,
     file = tmp_path / "model.gguf"
     plain = write_gguf(sources[family], file, MIXED, arch=family, default=Type.Q4_0)
     model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
-    expected = [
-        model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)[0, len(prompt) :].tolist()
-        for prompt in PROMPTS
-    ]
-    for shape in ({"variant": "none"}, {"variant": "ngram", "num_steps": 3, "topk": 1}, {"variant": "ngram", "num_steps": 3, "topk": 2}):
-        llm = LLM(str(file), runtime="eager", max_context=64, page_size=8, max_rows=2, buckets=[2], **shape)  # type: ignore[arg-type]
-        outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=24, ignore_eos=True))
-        assert [list(output.token_ids) for output in outputs] == expected
+    drafts = ({"variant": "ngram", "num_steps": 3, "topk": topk} for topk in (1, 2))
+    assert_tokens_of(model, file, PROMPTS, 24, {"variant": "none"}, *drafts)
 
 
 def test_layers_hold_codes(sources: dict[str, Path], tmp_path: Path) -> None:

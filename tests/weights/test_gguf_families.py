@@ -12,13 +12,13 @@ import transformers
 from gguf import GGMLQuantizationType as Type
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from graphspec import LLM, SamplingParams
 from graphspec.errors import CheckpointError
 from graphspec.facts import read_model_facts
 from graphspec.facts.gguf_families import ARCHITECTURES
 from graphspec.facts.gguf_model import gguf_folder
 from graphspec.models.target import load_target
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, architecture_of, build_hf, write_hf
+from tests.support.engines import assert_tokens_of
 from tests.support.features import marked, of_family
 from tests.support.gemma4 import BASE, SHAPES, build_gemma4
 from tests.support.gguf_files import copy_gguf, write_gguf
@@ -83,12 +83,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 MIXTURES = ("qwen3_moe", "qwen2_moe", "olmoe", "ernie4_5_moe", "dots1", "glm4_moe", "gpt_oss")
+REPEATING, NGRAM = [5, 9, 3, 22, 5, 9, 3], {"variant": "ngram", "num_steps": 3, "topk": 2}
 READ_BY_TRANSFORMERS = ("gemma2", "gemma3", "qwen3moe", "qwen2moe")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def architecture(name: str) -> str:
@@ -149,11 +145,7 @@ def test_transformers_reads_the_same_from_the_file(name: str, tmp_path: Path) ->
 def test_engines_draft_over_them(name: str, tmp_path: Path) -> None:
     file, plain = make(name, tmp_path, default=Type.F16 if CASES[name][0] in MIXTURES else Type.Q8_0)
     model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
-    prompt = [5, 9, 3, 22, 5, 9, 3]
-    out = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
-    llm = LLM(str(file), variant="ngram", num_steps=3, topk=2, runtime="eager", max_context=64, max_rows=1, buckets=[1])
-    found = llm.generate([prompt], SamplingParams(max_tokens=20, ignore_eos=True))[0].token_ids
-    assert list(found) == out[0, len(prompt) :].tolist()
+    assert_tokens_of(model, file, [REPEATING], 20, NGRAM)
 
 
 @of_family("GptOssForCausalLM", "GGUF", "none", "ngram", "tree")
@@ -167,12 +159,7 @@ def test_experts_of_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
         metadata={f"gpt-oss.{key}": value for key, value in metadata.items()},
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager").eval()
-    prompt = [5, 9, 3, 22, 5, 9, 3]
-    out = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
-    for shape in ({"variant": "none"}, {"variant": "ngram", "num_steps": 3, "topk": 2}):
-        llm = LLM(str(file), runtime="eager", max_context=64, max_rows=1, buckets=[1], **shape)  # type: ignore[arg-type]
-        found = llm.generate([prompt], SamplingParams(max_tokens=20, ignore_eos=True))[0].token_ids
-        assert list(found) == out[0, len(prompt) :].tolist()
+    assert_tokens_of(model, file, [REPEATING], 20, {"variant": "none"}, NGRAM)
 
 
 def write_gemma4(kind: str, folder: Path, **options: Any) -> tuple[Path, Path]:

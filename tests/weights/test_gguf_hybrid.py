@@ -14,7 +14,6 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file
 from torch import Tensor
 
-from graphspec import LLM, SamplingParams
 from graphspec.errors import CheckpointError
 from graphspec.facts import read_model_facts
 from graphspec.facts.gguf_model import gguf_folder
@@ -23,17 +22,13 @@ from graphspec.models.target import load_target
 from graphspec.weights.gguf import GgufFile
 from tests.models.test_hybrid_models import whole_prompts
 from tests.support.checkpoints import VOCAB_SIZE, write_hf
+from tests.support.engines import assert_tokens_of
 from tests.support.features import of_family
 from tests.support.gguf_files import blocks, copy_gguf, stacked
 from tests.support.hybrid_checkpoints import build_hybrid
 
 HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 32, "linear_value_head_dim": 64}
 LENGTH = 20
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def tiled(tensor: Tensor, dim: int, size: int) -> Tensor:
@@ -145,12 +140,7 @@ def test_logits_equal_transformers(heads: int, experts: bool, tmp_path: Path) ->
 @of_family("Qwen3_5ForCausalLM", "GGUF", "ngram", "tree")
 def test_an_engine_emits_the_tokens_of_transformers(tmp_path: Path) -> None:
     file, model = write(tmp_path)
-    prompt = [5, 9, 3, 22, 5, 9, 3]
-    expected = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
-    options = {"num_steps": 3, "topk": 2, "runtime": "eager", "max_context": 64, "max_rows": 1, "buckets": [1]}
-    with LLM(str(file), variant="ngram", **options) as llm:  # type: ignore[arg-type]
-        found = llm.generate([prompt], SamplingParams(max_tokens=16, ignore_eos=True))[0].token_ids
-    assert list(found) == expected[0, len(prompt) :].tolist()
+    assert_tokens_of(model, file, [[5, 9, 3, 22, 5, 9, 3]], 16, {"variant": "ngram", "num_steps": 3, "topk": 2})
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_1"])

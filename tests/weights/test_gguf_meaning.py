@@ -40,11 +40,6 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def load(file: Path) -> None:
     load_target(read_model_facts(gguf_folder(file)), (), 32, torch.float32, "cpu")
 

@@ -13,7 +13,6 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 
-from graphspec import LLM, SamplingParams
 from graphspec.errors import CheckpointError
 from graphspec.facts import read_model_facts
 from graphspec.models.checkpoint import Checkpoint
@@ -21,6 +20,7 @@ from graphspec.models.decoder import Decoder
 from graphspec.models.packed_weight import PackedWeight
 from graphspec.models.target import load_target
 from tests.support.checkpoints import VOCAB_SIZE, build_hf, edit_json, write_hf
+from tests.support.engines import assert_tokens_of
 from tests.support.features import of_family
 from tests.support.quantised_checkpoints import LAYOUTS, quantise
 
@@ -71,14 +71,7 @@ def test_numbers_are_those_of_the_format(layout: str, dtype: torch.dtype, source
 def test_engines_emit_the_tokens_of_transformers(layout: str, source: Path, tmp_path: Path) -> None:
     packed, plain = quantise(source, tmp_path, layout, seed=3)
     model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
-    expected = [
-        model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)[0, len(prompt) :].tolist()
-        for prompt in PROMPTS
-    ]
-    for shape in SHAPES.values():
-        llm = LLM(str(packed), runtime="eager", max_context=64, page_size=8, max_rows=2, buckets=[2], **shape)
-        outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=24, ignore_eos=True))
-        assert [list(output.token_ids) for output in outputs] == expected
+    assert_tokens_of(model, packed, PROMPTS, 24, *SHAPES.values())
 
 
 COMPRESSED = [name for name, (config, _) in LAYOUTS.items() if config["quant_method"] == "compressed-tensors"]

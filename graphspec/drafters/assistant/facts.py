@@ -97,11 +97,7 @@ def read_assistant_facts(path: str | Path, target: ModelFacts) -> AssistantFacts
 
 
 def _check_sizes(keys: Keys, text: Keys, target: ModelFacts) -> None:
-    """Check the sizes that assistant and target have in common.
-
-    Raises:
-        CheckpointError: they differ.
-    """
+    """Refuse an assistant that differs from the target in a size they have in common."""
     sizes = {"backbone_hidden_size": (keys, target.hidden_size, MAX_WIDTH), "vocab_size": (text, target.vocab_size, MAX_VOCAB)}
     for key, (owner, size, maximum) in sizes.items():
         default = 1536 if key == "backbone_hidden_size" else 262144  # those of transformers

@@ -16,7 +16,7 @@ from ...models.checkpoint import Checkpoint, Progress
 from ...models.decoder import DecoderLayer
 from ...models.layers import Embedding, Linear, RMSNorm, SelfAttention
 from ..heads.network import DraftNetwork
-from ..heads.tensors import fill_head, looks_like, read_vocab_map, settle_decoder
+from ..heads.tensors import check_kind, fill_head, read_vocab_map, settle_decoder
 
 if TYPE_CHECKING:
     from ...models.attention import Attention
@@ -118,10 +118,7 @@ def dflash_checkpoint(facts: DFlashFacts) -> tuple[Checkpoint, DFlashFacts]:
         CheckpointError: another kind of checkpoint, another number of tapped layers, or biases.
     """
     checkpoint = Checkpoint(facts.path)
-    missing = [name for name in ("fc.weight", "hidden_norm.weight") if name not in checkpoint]
-    if missing:
-        expected = "a block drafter, with fc.weight and hidden_norm.weight"
-        raise CheckpointError(f"{checkpoint.path}: {missing[0]}", expected, "no such tensor", f"this looks like {looks_like(checkpoint)}")
+    check_kind(checkpoint, "a block drafter, with fc.weight and hidden_norm.weight", "fc.weight", "hidden_norm.weight")
     facts = replace(facts, decoder=settle_decoder(checkpoint, facts.decoder))
     if facts.decoder.attention_bias:
         raise CheckpointError(f"{checkpoint.path}: attention_bias", "no biases of queries, keys and values", "biases")

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...config.checks import INT32_MAX, ascending, in_range
-from ...errors import ConfigError
 from ...train.attention import SequenceAttention
 from ...train.drafter import NetworkConfig, begin_stream, feature_scale, named_tensors, shared_with
-from ...train.facts import plain_facts, sized, target_facts
+from ...train.facts import plain_facts, sized, tapped_layers, target_facts
 from ...train.masks import MaskConfig, MaskDrafter
 from .facts import LONGEST_BLOCK, assumed_facts, default_layers
 from .network import DFlashDraft, dflash_layout
@@ -74,16 +73,14 @@ class DFlashDrafter(MaskDrafter):
     @classmethod
     def of(cls, target: PreTrainedModel, config: Any) -> DFlashDrafter:
         layers, depth = config.num_hidden_layers, target.config.num_hidden_layers
-        taps = config.tap_layers or [i + 1 for i in default_layers(depth, layers)]
-        if not (all(1 <= layer < depth for layer in taps) and taps == sorted(set(taps))):
-            raise ConfigError("train.network.tap_layers", f"named, ascending layers in 1..{depth - 1}", taps)
+        taps = tapped_layers(config.tap_layers, [i + 1 for i in default_layers(depth, layers)], depth)
         facts, _ = assumed_facts(Path(), target_facts(target))
         block = {"block_size": config.block_size, "max_steps": config.block_size - 1, "causal": (config.causal,) * layers}
         decoder = sized(facts.decoder, config.intermediate_size, layers)
         width = len(taps) * target.config.hidden_size
-        network = DFlashDraft(replace(facts, decoder=decoder, tap_layers=tuple(taps), feature_size=width, **block), **shared_with(target))
+        network = DFlashDraft(replace(facts, decoder=decoder, tap_layers=taps, feature_size=width, **block), **shared_with(target))
         network.add_module("context_proj", ContextProjection(network.layers))
-        begin_stream(network.fc, feature_scale(target, tuple(taps)))
+        begin_stream(network.fc, feature_scale(target, taps))
         return cls(network)
 
     def start_from(self, target: PreTrainedModel, counts_V: Tensor | None) -> None:

@@ -15,7 +15,7 @@ from ...models.checkpoint import Checkpoint, Progress
 from ...models.decoder import Decoder
 from ...models.layers import set_weight
 from .eagle3_network import Eagle3Draft
-from .tensors import fill_head, looks_like, read_vocab_map, settle, settle_decoder
+from .tensors import check_kind, fill_head, read_vocab_map, settle, settle_decoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,11 +85,8 @@ def eagle3_checkpoint(facts: Eagle3Facts) -> tuple[Checkpoint, Eagle3Facts]:
             further += [(f"{prefix}.{i}.hidden_norm.", f"layers.{i}.input_layernorm.") for prefix in ("layers", "midlayer")]
     checkpoint = Checkpoint(facts.path, (*EAGLE3_LAYOUT.renamed, *further))
     has_fc = "fc.weight" in checkpoint
-    missing = [] if has_fc or not facts.reads_taps else ["fc.weight"]
-    missing += [name for name in ("layers.0.hidden_norm.weight",) if name not in checkpoint]
-    if missing:
-        expected = "an EAGLE-3 head, with fc.weight and layers.0.hidden_norm.weight (or midlayer.)"
-        raise CheckpointError(f"{checkpoint.path}: {missing[0]}", expected, "no such tensor", f"this looks like {looks_like(checkpoint)}")
+    needed = ("fc.weight",) * facts.reads_taps + ("layers.0.hidden_norm.weight",)
+    check_kind(checkpoint, "an EAGLE-3 head, with fc.weight and layers.0.hidden_norm.weight (or midlayer.)", *needed)
     if not has_fc and facts.feature_size != facts.decoder.hidden_size:
         expected = f"a projection to {facts.decoder.hidden_size} of the target's hidden state of {facts.feature_size}"
         raise CheckpointError(f"{checkpoint.path}: fc.weight", expected, "no such tensor")

@@ -16,7 +16,7 @@ from ...errors import ConfigError
 from ...facts.layouts import Layout
 from ...models.checkpoint import tensor_sources
 from ...train.drafter import Drafter, NetworkConfig, begin_stream, feature_scale, named_tensors, shared_with
-from ...train.facts import plain_facts, sized, target_facts
+from ...train.facts import plain_facts, sized, tapped_layers, target_facts
 from .eagle3_facts import TAP_KEY, Eagle3Facts, assumed_facts, default_taps
 from .eagle3_loading import EAGLE3_LAYOUT, EAGLE3_WRITTEN
 from .eagle3_network import Eagle3Draft, Eagle3Layer
@@ -69,10 +69,7 @@ def network_over_taps(
         ConfigError: taps that the target doesn't have.
     """
     depth, width = target.config.num_hidden_layers, target.config.hidden_size
-    taps = tuple(config.tap_layers or default_taps(depth))
-    if list(taps) != sorted(set(taps)) or not all(1 <= layer < depth for layer in taps):
-        wanted = "" if config.tap_layers else f", named: the default of a target of {depth} layers collides"
-        raise ConfigError("train.network.tap_layers", f"layers in 1..{depth - 1}{wanted}", list(taps))
+    taps = tapped_layers(config.tap_layers, default_taps(depth), depth)
     vocab = min(config.draft_vocab_size, target.config.vocab_size)
     decoder = sized(facts.decoder, config.intermediate_size, layers)
     facts = replace(facts, decoder=decoder, draft_vocab_size=vocab, tap_layers=taps, feature_size=len(taps) * width)

@@ -42,6 +42,17 @@ def looks_like(checkpoint: Checkpoint) -> str:
     return "another kind of checkpoint"
 
 
+def check_kind(checkpoint: Checkpoint, expected: str, *names: str) -> None:
+    """Check that tensors which tell this kind of checkpoint from others are there.
+
+    Raises:
+        CheckpointError: one is missing.
+    """
+    for name in names:
+        if name not in checkpoint:
+            raise CheckpointError(f"{checkpoint.path}: {name}", expected, "no such tensor", f"this looks like {looks_like(checkpoint)}")
+
+
 def settle(checkpoint: Checkpoint, key: str, stated: bool | None, tensor: str) -> bool:
     """Whether the checkpoint has an optional part: the tensor decides; a config that states otherwise is logged."""
     there = tensor in checkpoint

@@ -15,7 +15,7 @@ from ...models.decoder import Decoder
 from ...models.layers import Embedding, Linear, make_parameter
 from ..heads.eagle3_loading import EAGLE3_LAYOUT, load_head
 from ..heads.eagle3_network import Eagle3Draft
-from ..heads.tensors import looks_like
+from ..heads.tensors import check_kind
 
 if TYPE_CHECKING:
     from .facts import PEagleFacts
@@ -58,9 +58,7 @@ def load_p_eagle(
         CheckpointError: as :func:`graphspec.drafters.heads.eagle3_loading.load_head`; also no ``mask_hidden``, or one of another size.
     """
     checkpoint = Checkpoint(facts.path)
-    if "mask_hidden" not in checkpoint:
-        expected = f"a P-EAGLE head, with mask_hidden [1, {facts.feature_size}]"
-        raise CheckpointError(f"{checkpoint.path}: mask_hidden", expected, "no such tensor", f"this looks like {looks_like(checkpoint)}")
+    check_kind(checkpoint, f"a P-EAGLE head, with mask_hidden [1, {facts.feature_size}]", "mask_hidden")
     shape = checkpoint.shape("mask_hidden")
     if shape not in [(1,) * front + (facts.feature_size,) for front in range(3)]:  # trainers keep dimensions of batch and length
         raise CheckpointError(checkpoint.key("mask_hidden"), f"shape [1, {facts.feature_size}]", f"shape {list(shape)}")

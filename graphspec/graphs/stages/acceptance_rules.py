@@ -13,7 +13,7 @@ from ...config.catalog import load_object
 from ...kernels.groups import Limits, Nodes, Run
 from ...plan.buffers import Views
 from ...shapes import WORD_BITS
-from .bans import WORDS, node_contexts
+from .bans import node_contexts
 from .sampling import RESIDUAL_STREAM, LogitShaper, Scores, coins, cycle_positions, node_paths, probabilities, sample_tokens, trusted
 from .stage import Build, Stage
 
@@ -248,18 +248,15 @@ class Accept(Stage):
         self.rule: Match = load_object(build.plan.accept.kind.make)(build)
         self.scores = Scores.of_target(build)
         base = ("lane_row_B", *Limits._fields, self.scores.slot, *Nodes._fields)
-        words = WORDS if self.sampling.bad_words else ()
-        mask = ("token_mask_BNVw",) if self.sampling.grammar else ()
-        self.reads = tuple(dict.fromkeys((*base, *self.shaper.reads, *self.rule.reads, *words, *mask)))
+        self.reads = tuple(dict.fromkeys((*base, *self.shaper.reads, *self.rule.reads)))
 
     def forward(self, v: Views) -> None:
         path_BNN = node_paths(v.node_token_BN, v.node_ancestors_BNX) if self.sampling.penalties else None
         # The position of what is sampled matters to bans alone.
         position_BN = self.rule.positions(v) if self.sampling.bias else None
         before_BNt = node_contexts(v) if self.sampling.bad_words else None
-        mask_BNVw = v.token_mask_BNVw if self.sampling.grammar else None
         given_BNV = self.scores.kept(v)
-        logits_BNV = self.shaper(v, given_BNV, position_BN, path_BNN, before_BTt=before_BNt, mask_BTVw=mask_BNVw)
+        logits_BNV = self.shaper(v, given_BNV, position_BN, path_BNN, before_BTt=before_BNt)
         drawn_BN, sound_BN = self.rule(v, logits_BNV)
         self.kernels.tree_walk(
             v.take(Nodes), drawn_BN, sound_BN, self.rule.depth_cap(v), v.lane_row_B, v.take(Limits), self.plan.draft_context, v.take(Run)

@@ -18,7 +18,7 @@ from ...kernels.host_step import BoundCall
 from ...models.attention import ChunkAttention
 from ...models.recurrence import RecurrentStates, RunRecurrence
 from ...plan.buffers import Status, Views, own_draft_pools, pool_names
-from .bans import WORDS, note_tokens
+from .bans import note_tokens
 from .counts import count_tokens
 from .logprobs import PROMPT_RING, ring_buffers, write_logprobs, write_prompt_logprobs
 from .mailbox import MailLayout
@@ -127,13 +127,11 @@ class FirstToken(Stage):
         state = ("cycle_1", "window_token_RAc", "window_len_R", "seq_len_R", "budget_R", "status_R")
         self.shaper = LogitShaper(build)
         noise = ("lane_temperature_B", "lane_seed_B") if self.sampling.noise else ()
-        words = WORDS if self.sampling.bad_words else ()
-        mask = ("token_mask_BNVw",) if self.sampling.grammar else ()
         self.reads = (
             "mail", "lane_row_B", "stop_id_RE", "budget_R", "cycle_1", self.scores.slot,
-            *history, *noise, *self.shaper.reads, *words, *mask,
+            *history, *noise, *self.shaper.reads,
         )  # fmt: skip
-        counts = (*(("output_count_RV",) if self.sampling.penalties else ()), *words[:1])
+        counts = (*(("output_count_RV",) if self.sampling.penalties else ()), *(("recent_token_RBt",) if self.sampling.bad_words else ()))
         ring = ring_buffers(replace(self.sampling, prompt_logprobs=False))
         self.writes = (*state, *history, *counts, *ring)
 
@@ -155,8 +153,7 @@ class FirstToken(Stage):
         """On a prompt's last chunk: sample or install the root, open the row, write the ring. On the others: an empty ring entry."""
         row_B = v.lane_row_B
         before_B1t = v.recent_token_RBt[row_B][:, None, 1:] if self.sampling.bad_words else None
-        mask_B1Vw = v.token_mask_BNVw[:, :1] if self.sampling.grammar else None
-        shaped_B1V = self.shaper(v, logits_B1V, total_B[:, None], before_BTt=before_B1t, mask_BTVw=mask_B1Vw)
+        shaped_B1V = self.shaper(v, logits_B1V, total_B[:, None], before_BTt=before_B1t)
         sampled_B1, sound_B1 = sample_tokens(self.kernels, self.sampling, v, shaped_B1V, total_B[:, None], scores=self.scores)
         resumed_B = known_B >= 0
         root_B = torch.where(resumed_B, known_B, sampled_B1[:, 0])

@@ -16,7 +16,7 @@ from ...models.vocabulary import VocabParallelLinear, sharded_head
 from ...plan.acceptance import AcceptPlan
 from ...plan.buffers import Views
 from ...shapes import WORD_BITS, SamplingClass
-from .bans import allowed_tokens, columns, ends_of_words
+from .bans import WORDS, allowed_tokens, columns, ends_of_words
 from .stage import Build, DraftModel, TargetModel
 
 # The first 64 fractional bits of the square roots of 2, 3 and 5, as signed words.
@@ -110,16 +110,23 @@ class LogitShaper:
 
     A ban puts -inf where the logit was finite. Where bans are possible, an -inf from the network becomes NaN, so that it is still detected.
 
-    One object serves target and drafter: a drafter ranks by what the sampler will see, as far as its own vocabulary goes.
+    A drafter ranks by what the sampler will see, as far as its own vocabulary goes; bad words and grammar are left to the target.
+
+    Args:
+        build: of the stage, which declares ``reads``.
+        drafts: the logits are a drafter's.
     """
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build, *, drafts: bool = False) -> None:
         self.kernels, self.sampling, self.vocab_size = build.kernels, build.sampling, build.plan.target.vocab_size
+        self.masked = self.sampling.grammar and not drafts
         penalties = ("repetition_R", "presence_R", "frequency_R", "output_count_RV", "prompt_seen_RV")
         self.reads: tuple[str, ...] = (
             *(penalties if self.sampling.penalties else ()),
             *(("bias_id_RI", "bias_value_RI", "stop_from_R", "stop_id_RE") if self.sampling.bias else ()),
             *(("allowed_RU",) if self.sampling.allowed else ()),
+            *(WORDS if self.sampling.bad_words and not drafts else ()),
+            *(("token_mask_BNVw",) if self.masked else ()),
             *(("top_k_R", "top_p_R", "min_p_R", "lane_temperature_B") if self.sampling.truncate else ()),
         )
 
@@ -131,7 +138,6 @@ class LogitShaper:
         path_BTs: Tensor | None = None,
         target_token_Vd: Tensor | None = None,
         before_BTt: Tensor | None = None,
-        mask_BTVw: Tensor | None = None,
     ) -> Tensor:
         """The logits a token is sampled from, before the filters.
 
@@ -143,14 +149,13 @@ class LogitShaper:
                 order, -1 for none; None: there are none.
             target_token_Vd: int64, column to target id; None: columns are target ids.
             before_BTt: the tokens before the one being sampled, as long as the longest bad word without its last token, newest last; None:
-                bad words are not looked for, as in drafts.
-            mask_BTVw: int32, a bit for every token that the grammar leaves; None: it is not asked, as in drafts.
+                bad words are not looked for.
         """
         row_B = v.lane_row_B
         if self.sampling.penalties:
             logits_BTV = self._penalise(v, row_B, logits_BTV, path_BTs, target_token_Vd)
         if self.sampling.bans:
-            logits_BTV = self._ban(v, row_B, logits_BTV, position_BT, target_token_Vd, before_BTt, mask_BTVw)
+            logits_BTV = self._ban(v, row_B, logits_BTV, position_BT, target_token_Vd, before_BTt)
         return logits_BTV
 
     def truncate(self, v: Views, logits_BTV: Tensor) -> Tensor:
@@ -185,7 +190,6 @@ class LogitShaper:
         position_BT: Tensor | None,
         target_token_Vd: Tensor | None,
         before_BTt: Tensor | None,
-        mask_BTVw: Tensor | None,
     ) -> Tensor:
         kept = slice(self.vocab_size) if target_token_Vd is None else target_token_Vd
         known_BTV = logits_BTV.isfinite()
@@ -205,8 +209,8 @@ class LogitShaper:
             bans.append(~allowed_tokens(v.allowed_RU[row_B], self.vocab_size)[:, None, kept])
         if self.sampling.bad_words and before_BTt is not None:
             bans.append(ends_of_words(v.bad_word_RBwBt[row_B], before_BTt, self.vocab_size))
-        if mask_BTVw is not None:
-            bans.append(~allowed_tokens(mask_BTVw, self.vocab_size))
+        if self.masked:
+            bans.append(~allowed_tokens(v.token_mask_BNVw[:, : logits_BTV.shape[1]], self.vocab_size))
         for banned_BTV in bans:
             biased_BTV = torch.where(banned_BTV & known_BTV, -torch.inf, biased_BTV)
         return biased_BTV
@@ -221,7 +225,7 @@ class DraftSampler:
 
     def __init__(self, build: Build) -> None:
         self.plan, self.kernels, self.shape, self.sampling = build.plan, build.kernels, build.shape, build.sampling
-        self.shaper, self.scores = LogitShaper(build), Scores.of_draft(build)
+        self.shaper, self.scores = LogitShaper(build, drafts=True), Scores.of_draft(build)
         self.drawn = self.sampling.noise and self.plan.accept.sampled_drafts
         self.by_cycle = self.drawn and self.plan.accept.block_verification
         self.noisy = self.drawn or (self.sampling.noise and self.plan.accept.coupled)

@@ -97,20 +97,6 @@ def tree_attention(
     return masked_attention(query_BTQD, kv_pool, layer, table_BP, prefix_BTL | window_BTL, scale, sink_Q, softcap)
 
 
-def visible_slots(prefix_begin_BT: Tensor, prefix_end_B: Tensor, ancestors_BTX: Tensor, length: int) -> Tensor:
-    """Visibility, bool ``[B, T, length]``, by plain loops, independent of the reference."""
-    lanes, tokens, words = ancestors_BTX.shape
-    visible = torch.zeros(lanes, tokens, length, dtype=torch.bool)
-    for lane in range(lanes):
-        end = int(prefix_end_B[lane])
-        for token in range(tokens):
-            visible[lane, token, max(0, int(prefix_begin_BT[lane, token])) : max(0, end)] = True
-            for j in range(64 * words):
-                if int(ancestors_BTX[lane, token, j // 64]) >> (j % 64) & 1 and 0 <= end + j < length:
-                    visible[lane, token, end + j] = True
-    return visible
-
-
 @kernel_op(native="native", by_position="position_attention:CHUNK_OP", exact=False)
 def chunk_attention(
     query_BTQD: Tensor,

@@ -20,6 +20,7 @@ from rich.table import Table
 from ...config.command_options import CLOSED, MAX_PROMPT, WorkloadConfig
 from ...config.paths import read_json, read_text
 from ...errors import ConfigError
+from ...facts.keys import is_number
 from ...host import terminal
 from .metrics import Round, Timeline, latency
 
@@ -74,7 +75,7 @@ def _trace_line(where: str, text: str) -> TraceLine:
     row = row if isinstance(row, dict) else {}
     arrival, prompt = row.get("arrival"), row.get("prompt")
     counts = [row.get("input_tokens"), row.get("output_tokens")]
-    fits = isinstance(arrival, int | float) and not isinstance(arrival, bool) and 0 <= arrival < float("inf")
+    fits = is_number(arrival) and 0 <= arrival < float("inf")
     fits = fits and all(count is None or (type(count) is int and 0 < count <= MAX_PROMPT) for count in counts)
     if not (fits and (isinstance(prompt, str) if counts[0] is None else prompt is None)):
         expected = 'an object with "arrival" in seconds, either "prompt" or "input_tokens", and "output_tokens" where it has its own'

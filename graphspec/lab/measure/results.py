@@ -17,6 +17,7 @@ from ...config.checks import LONG, brief
 from ...config.command_options import CLOSED
 from ...config.paths import reason, user_path
 from ...errors import ConfigError
+from ...facts.keys import is_number
 from ...shapes import PLAIN
 from .metrics import percentile
 
@@ -27,15 +28,10 @@ IDENTITY = (
 """Fields that a side whose output is wrong keeps."""
 SPEEDS = ("tokens_per_second", "tokens_per_second_per_user", "ratio", "cycle_ms")
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
+SAMPLES = ("itl_samples_ms", "acceptance_unconditional", "acceptance_conditional", "acceptance_along_text")
 SIDE_KEYS: dict[str, tuple[type, ...]] = {
     "case": (str,), "side": (str,), "role": (str,), "batch": (int,), "equal": (bool, type(None)),
 }  # fmt: skip
-
-ROWS = {"stages": ("name", "ms", "bytes", "floor_ms", "percent_of_floor"), "build": ("program", "warm_up_s", "capture_s", "bytes"),
-        "memory": ("name", "bytes")}  # fmt: skip
-"""Lists of objects: the text that names a row, and its numbers."""
-SAMPLES = ("itl_samples_ms", "acceptance_unconditional", "acceptance_conditional", "acceptance_along_text")
-COUNTS = "burst_tokens"
 BY_REQUEST = "acceptance_by_request"
 FIRST_REQUEST = "first_request"
 ONCE = "n=1"
@@ -152,7 +148,7 @@ class SideRecord(Line):
         value = self.record.get(key)
         if part is not None and isinstance(value, Mapping):
             value = value.get(part)
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+        return float(value) if is_number(value) else None
 
     @property
     def hardware(self) -> str:
@@ -282,64 +278,72 @@ def _side(line: Line) -> SideRecord:
     shape = record.get("shape")
     if shape is not None and not (isinstance(shape, list) and len(shape) == 3 and all(isinstance(n, int) for n in shape)):
         line.fail("shape", "[num_steps, topk, num_draft_tokens] or null", repr(shape))
-    for key in (*SPEEDS, *LATENCIES, "open_loop"):
-        if record.get(key) is not None and not isinstance(record[key], dict):
-            line.fail(key, "an object", repr(record[key])[:60])
     _check_parts(line)
     if record["equal"] is False:
         record = {key: record[key] for key in IDENTITY if key in record}
     return SideRecord(line.place, record, line.provenance)
 
 
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _number_or_none(value: object) -> bool:
-    return value is None or _number(value)
+    return value is None or is_number(value)
+
+
+Part = tuple[type[list[Any] | dict[str, Any]], Callable[[Any], bool], str]
+"""A list or an object, what each of its entries or items must be, and both in words."""
+
+
+def _row(name: str, *numbers: str) -> Part:
+    """A part that is a list of objects: each with a text, and with numbers or nulls for the other keys."""
+
+    def is_row(row: object) -> bool:
+        return isinstance(row, dict) and isinstance(row.get(name), str) and all(_number_or_none(row.get(key)) for key in numbers)
+
+    return list, is_row, f"a list of objects with the text {name}, and numbers for {', '.join(numbers)}"
+
+
+def _is_pair(pair: object) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and all(map(is_number, pair))
+
+
+def _is_spread(item: tuple[str, Any]) -> bool:
+    return item[0] != "rounds" or (isinstance(item[1], list) and all(map(is_number, item[1])))
+
+
+def _is_figure(item: tuple[str, Any]) -> bool:
+    return all(map(_number_or_none, item[1].values() if isinstance(item[1], dict) else item[1:]))
+
+
+_PARTS: dict[str, Part] = {
+    "stages": _row("name", "ms", "bytes", "floor_ms", "percent_of_floor"),
+    "build": _row("program", "warm_up_s", "capture_s", "bytes"),
+    "memory": _row("name", "bytes"),
+    **dict.fromkeys(SAMPLES, (list, _number_or_none, "a list of numbers")),
+    FIRST_REQUEST: (list, _is_pair, "a list of pairs of milliseconds and tokens"),
+    "burst_tokens": (dict, lambda item: item[0].isdecimal() and isinstance(item[1], int), "an object of numbers by burst size"),
+    BY_REQUEST: (dict, lambda item: item[0].isdecimal() and is_number(item[1]), "an object of numbers by request"),
+    **dict.fromkeys((*SPEEDS, *LATENCIES), (dict, _is_spread, "an object whose rounds are a list of numbers")),
+    "open_loop": (dict, _is_figure, "an object of numbers, nulls, and objects of numbers"),
+}
+"""What a side may have."""
 
 
 def _check_parts(line: Line) -> None:
-    """Check the contents of a side's lists and objects: :data:`ROWS`, :data:`SAMPLES`, :data:`COUNTS`, and those named below."""
-    for key, (name, *numbers) in ROWS.items():
-        for row in _list(line, key, line.record.get(key)):
-            if not (isinstance(row, dict) and isinstance(row.get(name), str) and all(_number_or_none(row.get(part)) for part in numbers)):
-                line.fail(key, f"objects with the text {name}, and numbers for {', '.join(numbers)}", repr(row)[:80])
-    for key in SAMPLES:
-        for value in _list(line, key, line.record.get(key)):
-            if not _number_or_none(value):
-                line.fail(key, "a list of numbers", repr(value)[:60])
-    counts = line.get(COUNTS, {})
-    if not (isinstance(counts, dict) and all(size.isdecimal() and isinstance(count, int) for size, count in counts.items())):
-        line.fail(COUNTS, "an object of numbers by burst size", repr(counts)[:80])
-    by_request = line.get(BY_REQUEST, {})
-    if not (isinstance(by_request, dict) and all(map(str.isdecimal, by_request)) and all(map(_number, by_request.values()))):
-        line.fail(BY_REQUEST, "an object of numbers by request", repr(by_request)[:80])
-    for pair in _list(line, FIRST_REQUEST, line.record.get(FIRST_REQUEST)):
-        if not (isinstance(pair, list) and len(pair) == 2 and all(map(_number, pair))):
-            line.fail(FIRST_REQUEST, "a list of pairs of milliseconds and tokens", repr(pair)[:60])
+    """Check every list and object of a side. One that is missing or null was not measured."""
+    for key, (kind, ok, expected) in _PARTS.items():
+        value = line.get(key, kind())
+        if not isinstance(value, kind):
+            line.fail(key, expected, repr(value)[:80])
+        for entry in value.items() if isinstance(value, dict) else value:
+            if not ok(entry):
+                line.fail(key, expected, repr(entry)[:80])
     if not _number_or_none(line.record.get("stretch_tokens")):
         line.fail("stretch_tokens", "a number", repr(line.record["stretch_tokens"])[:60])
-    for key, value in line.get("open_loop", {}).items():
-        if not all(map(_number_or_none, value.values() if isinstance(value, dict) else [value])):
-            line.fail(f"open_loop.{key}", "a number, null, or an object of numbers", repr(value)[:60])
-    for key in ("ratio", "tokens_per_second"):
-        rounds = _list(line, f"{key}.rounds", line.get(key, {}).get("rounds"))
-        if not all(map(_number, rounds)):
-            line.fail(f"{key}.rounds", "a list of numbers", repr(rounds)[:80])
-
-
-def _list(line: Line, key: str, value: object) -> list[Any]:
-    if value is not None and not isinstance(value, list):
-        line.fail(key, "a list or null", repr(value)[:60])
-    return value or []
 
 
 def _numbers(line: Line, *keys: str) -> Line:
     for key in keys:
-        value = line.record.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            line.fail(key, "a number", repr(value))
+        if not is_number(line.record.get(key)):
+            line.fail(key, "a number", repr(line.record.get(key)))
     return line
 
 

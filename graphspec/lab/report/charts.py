@@ -15,7 +15,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from ..measure.results import Results, SideRecord
+from ..measure.results import Results, SideRecord, unique
 from .tables import Table, plural, spell_tick
 
 SUBJECT_COLOURS = ("var(--accent)", "var(--c2)", "var(--c3)", "var(--c4)", "var(--c5)", "var(--c6)")
@@ -103,6 +103,13 @@ def titled(side: SideRecord, several_batches: bool) -> str:
 def named(side: SideRecord, more: str = "") -> str:
     """The label for a legend, with marks on a second line."""
     return plotly_text(side.label + more) + (f"<br>{plotly_text(' · '.join(side.marks))}" if side.marks else "")
+
+
+def spell_line(label: str, line: Sequence[SideRecord]) -> tuple[str, str, list[str]]:
+    """The name of a side's batches, joined by a line, with all their marks; their entry in the legend; and the name of each."""
+    name = " · ".join(unique([label, *(mark for side in line for mark in side.marks)]))
+    legend = next((named(side) for side in line if side.marks), plotly_text(label))
+    return name, legend, [plotly_text(titled(side, several_batches=True)) for side in line]
 
 
 def smallest_batches(sides: Iterable[SideRecord]) -> tuple[list[SideRecord], bool]:

@@ -29,6 +29,7 @@ from .charts import (
     row_labels,
     shown_note,
     span,
+    spell_line,
     titled,
 )
 from .tables import Table, plural, spell
@@ -65,9 +66,7 @@ def pareto(results: Results, palette: Palette) -> Chart:
         line = sorted((side for side in shown if side.label == label), key=lambda side: side.batch)
         style = palette[line[0]]
         x, y = [_token_time(side) for side in line], [side.speed or 0.0 for side in line]
-        name = " · ".join(unique([label, *(mark for side in line for mark in side.marks)]))
-        legend = next((named(side) for side in line if side.marks), plotly_text(label))
-        names = [plotly_text(titled(side, several_batches=True)) for side in line]
+        name, legend, names = spell_line(label, line)
         data.append(points(style, x, y, legend, hover, 2.6 if line[0].subject else 1.8, customdata=names))
         ends.append((math.log10(x[-1]) if log_x else x[-1], math.log10(y[-1]) if log_y else y[-1], name, style.colour))
     x_axis = {"range": [left, right], "title_text": "ms per output token, p50"} | (log_axis(left, right) if log_x else {"nticks": 6})

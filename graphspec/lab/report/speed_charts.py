@@ -26,13 +26,13 @@ from .charts import (
     label_margin,
     log_axis,
     marked,
-    named,
     plotly_text,
     points,
     row_drawing,
     row_labels,
     shown_note,
     span,
+    spell_line,
     titled,
 )
 from .tables import DASH, TIMES, Table, plural, spell
@@ -89,10 +89,8 @@ def _throughput_lines(sides: Sequence[SideRecord], palette: Palette) -> go.Figur
     for label in unique(side.label for side in sides):
         line = sorted((side for side in sides if side.label == label), key=lambda side: side.batch)
         style = palette[line[0]]
-        name = " · ".join(unique([label, *(mark for side in line for mark in side.marks)]))
-        legend = next((named(side) for side in line if side.marks), plotly_text(label))
+        name, legend, names = spell_line(label, line)
         speeds = [side.speed or 0.0 for side in line]
-        names = [plotly_text(titled(side, several_batches=True)) for side in line]
         x = [side.batch for side in line]
         if any(floor_of(side) for side in line):
             data.append(go.Scatter(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Generator, Tensor
 
-from graphspec.kernels.attention.tree_attention import visible_slots
 from graphspec.kernels.op import Case
 
 
@@ -53,6 +52,32 @@ def random_pool(
     pages = lanes * columns + 1
     table = (torch.randperm(pages - 1, generator=generator) + 1).view(lanes, columns).to(torch.int32)
     return torch.randn(layers, 2, pages, page_size, heads, dim, generator=generator), table
+
+
+def visible_slots(prefix_begin_BT: Tensor, prefix_end_B: Tensor, ancestors_BTX: Tensor, length: int) -> Tensor:
+    """Visibility, bool ``[B, T, length]``, by plain loops, independent of the reference."""
+    lanes, tokens, words = ancestors_BTX.shape
+    visible = torch.zeros(lanes, tokens, length, dtype=torch.bool)
+    for lane in range(lanes):
+        end = int(prefix_end_B[lane])
+        for token in range(tokens):
+            visible[lane, token, max(0, int(prefix_begin_BT[lane, token])) : max(0, end)] = True
+            for j in range(64 * words):
+                if int(ancestors_BTX[lane, token, j // 64]) >> (j % 64) & 1 and 0 <= end + j < length:
+                    visible[lane, token, end + j] = True
+    return visible
+
+
+def random_windows(generator: Generator, lanes: int, tokens: int, words: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Begin and end of the prefix that each token sees, and its ancestors; one token of three or more sees nothing."""
+    end = torch.randint(0, length, (lanes,), generator=generator)
+    begin = torch.randint(0, 3, (lanes, tokens), generator=generator)
+    reach = (torch.arange(64 * words) < length - end[:, None]) & (torch.arange(64 * words) < 2 * tokens)
+    bits = (torch.rand(lanes, tokens, 64 * words, generator=generator) < 0.4) & reach[:, None]
+    if tokens > 2:
+        bits[0, 1], begin[0, 1] = False, length
+    ancestors = (bits.view(lanes, tokens, words, 64).to(torch.int64) << torch.arange(64)).sum(-1)
+    return begin, end, ancestors
 
 
 def poison_unseen(kv_pool: Tensor, table_BP: Tensor, visible_BTL: Tensor) -> None:
@@ -139,15 +164,8 @@ def kv_move(generator: Generator) -> list[Case]:
 def latent_attention(generator: Generator) -> list[Case]:
     def case(lanes: int, tokens: int, page_size: int, columns: int, heads: int, latent: int, rope: int, words: int) -> Case:
         pool, table = random_latent_pool(generator, lanes=lanes, columns=columns, page_size=page_size, dim=latent + rope, layers=2)
-        length = columns * page_size
-        end = torch.randint(0, length, (lanes,), generator=generator)
-        begin = torch.randint(0, 3, (lanes, tokens), generator=generator)
-        reach = (torch.arange(64 * words) < length - end[:, None]) & (torch.arange(64 * words) < 2 * tokens)
-        bits = (torch.rand(lanes, tokens, 64 * words, generator=generator) < 0.4) & reach[:, None]
-        if tokens > 2:
-            bits[0, 1], begin[0, 1] = False, length
-        ancestors = (bits.view(lanes, tokens, words, 64).to(torch.int64) << torch.arange(64)).sum(-1)
-        poison_unseen(pool, table, visible_slots(begin, end, ancestors, length))
+        begin, end, ancestors = random_windows(generator, lanes, tokens, words, columns * page_size)
+        poison_unseen(pool, table, visible_slots(begin, end, ancestors, columns * page_size))
         return {
             "query_latent_BTQL": torch.randn(lanes, tokens, heads, latent, generator=generator),
             "query_rope_BTQR": torch.randn(lanes, tokens, heads, rope, generator=generator),
@@ -269,15 +287,8 @@ def rope_kv_write(generator: Generator) -> list[Case]:
 def tree_attention(generator: Generator) -> list[Case]:
     def case(lanes: int, tokens: int, page_size: int, columns: int, queries: int, groups: int, dim: int, layers: int, words: int) -> Case:
         pool, table = random_pool(generator, lanes=lanes, columns=columns, page_size=page_size, heads=groups, dim=dim, layers=layers)
-        length = columns * page_size
-        end = torch.randint(0, length, (lanes,), generator=generator)
-        begin = torch.randint(0, 3, (lanes, tokens), generator=generator)
-        reach = (torch.arange(64 * words) < length - end[:, None]) & (torch.arange(64 * words) < 2 * tokens)
-        bits = (torch.rand(lanes, tokens, 64 * words, generator=generator) < 0.4) & reach[:, None]
-        if tokens > 2:
-            bits[0, 1], begin[0, 1] = False, length
-        ancestors = (bits.view(lanes, tokens, words, 64).to(torch.int64) << torch.arange(64)).sum(-1)
-        poison_unseen(pool, table, visible_slots(begin, end, ancestors, length))
+        begin, end, ancestors = random_windows(generator, lanes, tokens, words, columns * page_size)
+        poison_unseen(pool, table, visible_slots(begin, end, ancestors, columns * page_size))
         return {
             "query_BTQD": torch.randn(lanes, tokens, queries, dim, generator=generator),
             "kv_pool": pool,

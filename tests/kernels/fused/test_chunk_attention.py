@@ -12,6 +12,7 @@ from graphspec.errors import ConfigError
 from graphspec.kernels import op_of
 from graphspec.kernels.attention.fused import chunk_attention as fused
 from tests.kernels.cases.attention import poison_unseen, random_pool
+from tests.support.float_law import assert_float_law, widened
 
 OP = op_of("chunk_attention")
 
@@ -19,15 +20,7 @@ Case = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory holds NaN."""
-    empty = torch.empty
-
-    def poisoned(*size: Any, **options: Any) -> Tensor:
-        made = empty(*size, **options)
-        return made.fill_(torch.nan) if made.is_floating_point() else made
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch, nan_memory: None) -> None:
     monkeypatch.setattr(fused, "tile_shape", lambda dim, dtype: (32, 32, 4, 1))
 
 
@@ -71,13 +64,7 @@ def run(case: Case) -> Tensor:
 
 
 def assert_law(case: Case) -> None:
-    """Error against float64 at most twice that of the reference, plus one rounding of the output's dtype."""
-    oracle = OP.reference(**{k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in case.items()})
-    found, reference = run(case), OP.reference(**case)
-    assert found.dtype == reference.dtype and found.isfinite().all()
-    own = (reference.double() - oracle).abs().max()
-    rounding = torch.finfo(found.dtype).eps * oracle.abs().max()
-    assert (found.double() - oracle).abs().max() <= 2 * own + rounding
+    assert_float_law(run(case), OP.reference(**case), OP.reference(**widened(case)))
 
 
 @pytest.mark.parametrize(("tokens", "page_size"), [(31, 1), (32, 3), (33, 16), (65, 16)])

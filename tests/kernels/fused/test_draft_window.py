@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -126,18 +125,7 @@ def test_the_last_valid_entry_is_taken(dtype: torch.dtype) -> None:
         assert torch.equal(out.cpu(), torch.stack((hidden[0, 2], hidden[1, 0], hidden[2, 0], hidden[3, 1])))
 
 
-@pytest.fixture
-def poisoned() -> Iterator[None]:
-    """Fresh memory is full of NaN, and of the largest integer."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert torch.empty(2).isnan().all() and torch.zeros(1).new_empty(2, dtype=torch.int64)[0] == 2**63 - 1
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("poisoned")
+@pytest.mark.usefixtures("nan_memory")
 def test_every_result_is_written() -> None:
     case = rows(5, 6, 3)
     expected = call(draft_window, case, 1, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,18 +15,12 @@ from graphspec.kernels.attention.fused import latent_kv_write as fused_write
 from graphspec.kernels.attention.latent_attention import latent_attention
 from graphspec.kernels.attention.latent_chunk_attention import latent_chunk_attention
 from graphspec.kernels.attention.latent_kv_write import latent_kv_write
-from graphspec.kernels.attention.tree_attention import visible_slots
 from graphspec.kernels.fused.launch import recording
-from tests.kernels.cases.attention import poison_unseen, random_latent_pool
+from tests.kernels.cases.attention import poison_unseen, random_latent_pool, visible_slots
 from tests.kernels.proof.attention import latent_attention_case
+from tests.support.float_law import assert_float_law, widened
 
-
-@pytest.fixture(autouse=True)
-def _poisoned_outputs() -> Iterator[None]:
-    """What ``torch.empty`` gives is NaN, so that an element that is not written shows."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("nan_memory")
 
 
 def call(
@@ -68,20 +61,13 @@ def lanes_of(case: dict[str, Any], lanes: slice) -> dict[str, Any]:
     return {key: value if key in shared else value[lanes] for key, value in case.items()}
 
 
-def double(case: dict[str, Any]) -> dict[str, Any]:
-    return {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in case.items()}
-
-
 def assert_right(case: dict[str, Any], found: Tensor) -> None:
-    oracle, reference = latent_attention(**double(case)), latent_attention(**case)
-    assert found.shape == oracle.shape and found.isfinite().all()
-    own = (reference.double() - oracle).abs().max()
-    assert (found.double() - oracle).abs().max() <= 2 * own + torch.finfo(torch.float32).eps * oracle.abs().max()
+    assert_float_law(found, latent_attention(**case), latent_attention(**widened(case)))
 
 
 def test_reference_is_the_attention_before_absorption() -> None:
     """Keys ``W_UK c`` next to the shared rotated part, values ``W_UV c``, per head, one query at a time."""
-    case = double(call([5, 19], 3, 4, latent=12, rope=4))
+    case = widened(call([5, 19], 3, 4, latent=12, rope=4))
     generator = torch.Generator().manual_seed(1)
     up_key, up_value = (torch.randn(4, width, 12, generator=generator, dtype=torch.float64) for width in (7, 9))
     plain = torch.randn(2, 3, 4, 7, generator=generator, dtype=torch.float64)
@@ -216,7 +202,7 @@ def test_strided_queries_and_half_precision() -> None:
     assert not strided["query_latent_BTQL"].is_contiguous()
     assert torch.equal(fused.OP(**strided), fused.OP(**case))
     half = {k: v.half() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in case.items()}
-    oracle = latent_attention(**double(half))
+    oracle = latent_attention(**widened(half))
     out = fused.OP(**half)
     assert out.dtype == torch.float16
     assert (out.double() - oracle).abs().max() <= 2e-3 * oracle.abs().max()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,41 +15,29 @@ from graphspec.kernels.attention.fused import latent_position_attention as fused
 from tests.kernels.cases.attention import random_latent_pool
 
 from ._programs import ORDERS, program_order
-from .test_position_attention import random_tree, words_of
+from .test_position_attention import Lane, random_tree, words_of
 
 Case = dict[str, Any]
 LATENT, ROPE = 24, 8
 
 
 @pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fresh memory holds NaN; splits of 32 slots, at most four, so that short tables have many and lengths double them."""
-    torch.use_deterministic_algorithms(True)
+def _small_splits(monkeypatch: pytest.MonkeyPatch, nan_memory: None) -> None:
+    """Splits of 32 slots, at most four, so that short tables have many and lengths double them."""
     monkeypatch.setattr(_latent, "SPLIT", 32)
     monkeypatch.setattr(_latent, "SPLITS", 4)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
-class Row:
-    """One lane: a prefix, a window of slots, and everything outside that is NaN."""
+class Row(Lane):
+    """Latent rows."""
 
     def __init__(self, prefix: int, window: int, *, heads: int = 4, page_size: int = 16, dtype: torch.dtype = torch.bfloat16) -> None:
         self.generator = torch.Generator().manual_seed(prefix)
         columns = -(-(prefix + window) // page_size)
-        self.pool, self.table = random_latent_pool(
-            self.generator, lanes=1, columns=columns, page_size=page_size, dim=LATENT + ROPE, layers=2
-        )
-        self.pool = self.pool.to(dtype)
-        self.prefix, self.page_size = prefix, page_size
-        for slot in range(prefix + window, columns * page_size):
-            self.at(self.pool, slot)[:] = torch.nan
-        self.pool[:, :, 0] = torch.nan
+        pool, table = random_latent_pool(self.generator, lanes=1, columns=columns, page_size=page_size, dim=LATENT + ROPE, layers=2)
+        super().__init__(pool.to(dtype), table, prefix, window)
         self.queries = [torch.randn(1, window, heads, dim, generator=self.generator).to(dtype) for dim in (LATENT, ROPE)]
         self.more: Case = {"layer": 1, "table_BP": self.table, "scale": 0.2}
-
-    def at(self, pool: Tensor, slot: int) -> Tensor:
-        return pool[:, :, int(self.table[0, slot // self.page_size]), slot % self.page_size]
 
     def case(self, tokens: slice, pool: Tensor) -> Case:
         latent, rope = (query[:, tokens] for query in self.queries)
@@ -62,12 +49,7 @@ class Row:
 
     def plainly(self, path: list[int], begin: int = 0) -> Tensor:
         """The last node of a path as plain decoding has it: its ancestors' rows in the slots of their positions, all of them prefix."""
-        pool = self.pool.clone()
-        for depth, node in enumerate(path):
-            self.at(pool, self.prefix + depth)[:] = self.at(self.pool, self.prefix + node)
-        end = self.prefix + len(path) - 1
-        for slot in range(end + 1, self.table.shape[1] * self.page_size):
-            self.at(pool, slot)[:] = torch.nan
+        pool, end = self.moved(path)
         case = self.case(slice(path[-1], path[-1] + 1), pool) | {"ancestors_BTX": torch.ones(1, 1, 1, dtype=torch.int64)}
         return run(fused.latent_attention, case | {"prefix_begin_BT": torch.tensor([[begin]]), "prefix_end_B": torch.tensor([end])})[0, 0]
 

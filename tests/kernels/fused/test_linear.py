@@ -28,6 +28,7 @@ from graphspec.kernels.linear.linear import linear as reference
 from graphspec.kernels.op import Signature
 from graphspec.models.layers import Linear, RMSNorm
 from perf.gpu.linear import LAYERS, record, shapes
+from tests.support.float_law import assert_float_law, widened
 
 CPU = torch.device("cpu")
 SPLIT = LinearConfig(16, 32, 16, 3, 4, 2, scan=True)
@@ -49,14 +50,10 @@ def call(rows: Sequence[int], inputs: int, outputs: int, *parts: str, dtype: tor
 
 
 def check(arguments: dict[str, Any], config: LinearConfig | None = None) -> Tensor:
-    """Holds a call to the law: error against float64 at most twice the reference's, plus one rounding of the largest value."""
+    """Holds a call to the law of floats."""
     found = linear(**arguments, config=None if config is None else config.encoded())
-    expected = reference(**arguments)
-    oracle = reference(**{key: value.double() if isinstance(value, Tensor) else value for key, value in arguments.items()})
-    assert found.dtype == expected.dtype and found.shape == expected.shape and found.is_contiguous()
-    own = (expected.double() - oracle).abs().max()
-    allowed = 2 * own + torch.finfo(arguments["x"].dtype).eps * oracle.abs().max()
-    assert (found.double() - oracle).abs().max() <= allowed
+    assert found.is_contiguous()
+    assert_float_law(found, reference(**arguments), reference(**widened(arguments)), dtype=arguments["x"].dtype)
     return found
 
 

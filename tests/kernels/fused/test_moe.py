@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,14 +17,9 @@ from graphspec.kernels.linear.fused import packed_moe_mlp as packed
 from graphspec.kernels.linear.moe_mlp import moe_mlp
 from graphspec.kernels.linear.moe_route import moe_route
 from graphspec.kernels.linear.packed import Packed, dequantise
+from tests.support.float_law import assert_float_law, widened
 
-
-@pytest.fixture(autouse=True)
-def _poisoned_outputs() -> Iterator[None]:
-    """What ``torch.empty`` gives is NaN, so that an element that is not written shows."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("nan_memory")
 
 
 def _hf_router(name: str, experts: int, topk: int, groups: int, topk_groups: int, scaling: float, normalize: bool) -> Any:
@@ -117,14 +112,18 @@ def call(tokens: int, topk: int, experts: int, hidden: int, width: int, seed: in
 
 
 def assert_right(case: dict[str, Any]) -> Tensor:
-    oracle = moe_mlp(**{k: v.double() if v.is_floating_point() else v for k, v in case.items()})
-    reference, found = moe_mlp(**case), fused.OP(**case)
-    own = (reference.double() - oracle).abs().max()
-    assert found.dtype == reference.dtype and found.isfinite().all()
-    assert (found.double() - oracle).abs().max() <= 2 * own + torch.finfo(torch.float32).eps * oracle.abs().max()
+    found = fused.OP(**case)
+    assert_float_law(found, moe_mlp(**case), moe_mlp(**widened(case)))
     counters = launch.semaphores(torch.device("cpu"), 1)
     assert not counters.any(), "a counter was not given back at 0"
     return found
+
+
+def assert_theirs(module: torch.nn.Module, case: dict[str, Any]) -> None:
+    with torch.no_grad():
+        expected = module(case["x_TH"], case["index_TK"], case["weight_TK"])
+    torch.testing.assert_close(moe_mlp(**case), expected)
+    torch.testing.assert_close(fused.OP(**case), expected)
 
 
 @pytest.mark.parametrize(("tokens", "topk", "experts"), [(3, 2, 16), (6, 3, 4)])
@@ -137,10 +136,7 @@ def test_experts_are_those_of_transformers(tokens: int, topk: int, experts: int)
     config._experts_implementation = "eager"
     module = DeepseekV3Experts(config)
     module.gate_up_proj.data, module.down_proj.data = case["gate_up_EFH"], case["down_EHF"]
-    with torch.no_grad():
-        expected = module(case["x_TH"], case["index_TK"], case["weight_TK"])
-    torch.testing.assert_close(moe_mlp(**case), expected)
-    torch.testing.assert_close(fused.OP(**case), expected)
+    assert_theirs(module, case)
 
 
 @pytest.mark.parametrize(("tokens", "topk", "experts"), [(3, 2, 16), (6, 3, 4)])
@@ -153,10 +149,7 @@ def test_experts_without_a_gate_are_those_of_transformers(tokens: int, topk: int
     config._experts_implementation = "eager"
     module = NemotronHExperts(config)
     module.up_proj.data, module.down_proj.data = case["gate_up_EFH"], case["down_EHF"]
-    with torch.no_grad():
-        expected = module(case["x_TH"], case["index_TK"], case["weight_TK"])
-    torch.testing.assert_close(moe_mlp(**case), expected)
-    torch.testing.assert_close(fused.OP(**case), expected)
+    assert_theirs(module, case)
 
 
 GATED = pytest.mark.parametrize("gated", [True, False], ids=["gated", "relu2"])
@@ -212,7 +205,7 @@ def test_bits_of_a_token_do_not_depend_on_the_batch(gated: bool) -> None:
 
 def test_half_precision() -> None:
     case = {k: v.half() if v.is_floating_point() and k != "weight_TK" else v for k, v in call(4, 2, 5, 48, 32).items()}
-    oracle = moe_mlp(**{k: v.double() if v.is_floating_point() else v for k, v in case.items()})
+    oracle = moe_mlp(**widened(case))
     out = fused.OP(**case)
     assert out.dtype == torch.float16
     assert (out.double() - oracle).abs().max() <= 2e-3 * oracle.abs().max()
@@ -231,10 +224,7 @@ def test_clamped_experts_with_biases_are_those_of_transformers(tokens: int, topk
     module.gate_up_proj.data = case["gate_up_EFH"][:, turns].transpose(1, 2)
     module.gate_up_proj_bias.data = case["gate_up_bias_EF"][:, turns]
     module.down_proj.data, module.down_proj_bias.data = case["down_EHF"].transpose(1, 2), case["down_bias_EH"]
-    with torch.no_grad():
-        expected = module(case["x_TH"], case["index_TK"], case["weight_TK"])
-    torch.testing.assert_close(moe_mlp(**case), expected)
-    torch.testing.assert_close(fused.OP(**case), expected)
+    assert_theirs(module, case)
 
 
 def clamped(experts: int, hidden: int, width: int) -> dict[str, Any]:

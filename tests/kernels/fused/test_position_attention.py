@@ -14,6 +14,7 @@ from graphspec.kernels.attention.fused import tree_attention as by_slot
 from graphspec.kernels.fused.launch import semaphores
 from tests.kernels.cases import cases_of
 from tests.kernels.cases.attention import random_pool
+from tests.support.float_law import assert_float_law, widened
 
 from ._programs import ORDERS, program_order
 
@@ -22,15 +23,8 @@ TREE, CHUNK = op_of("tree_attention"), op_of("chunk_attention")
 
 
 @pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory holds NaN; blocks of 16 slots, runs of two, stretches of eight, so that short tables have many of each."""
-    empty = torch.empty
-
-    def poisoned(*size: Any, **options: Any) -> Tensor:
-        made = empty(*size, **options)
-        return made.fill_(torch.nan) if made.is_floating_point() else made
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch, nan_memory: None) -> None:
+    """Blocks of 16 slots, runs of two, stretches of eight, so that short tables have many of each."""
     tiled(monkeypatch, 32, 16, multiprocessors=2)
 
 
@@ -59,8 +53,32 @@ def words_of(paths: list[list[int]], words: int) -> Tensor:
     return (bits << torch.arange(64)).sum(-1)
 
 
-class Row:
-    """One lane: a prefix, a window of slots, and everything outside that is NaN."""
+class Lane:
+    """A prefix, a window of slots, and everything outside that is NaN."""
+
+    def __init__(self, pool: Tensor, table: Tensor, prefix: int, window: int) -> None:
+        self.pool, self.table, self.prefix, self.page_size = pool, table, prefix, pool.shape[3]
+        self.end_with_nan(pool, prefix + window)
+        pool[:, :, 0] = torch.nan
+
+    def at(self, pool: Tensor, slot: int) -> Tensor:
+        return pool[:, :, int(self.table[0, slot // self.page_size]), slot % self.page_size]
+
+    def end_with_nan(self, pool: Tensor, first: int) -> None:
+        for slot in range(first, self.table.shape[1] * self.page_size):
+            self.at(pool, slot)[:] = torch.nan
+
+    def moved(self, path: list[int]) -> tuple[Tensor, int]:
+        """The pool with the rows of a path in the slots of their positions, and the slot of the last."""
+        pool = self.pool.clone()
+        for depth, node in enumerate(path):
+            self.at(pool, self.prefix + depth)[:] = self.at(self.pool, self.prefix + node)
+        self.end_with_nan(pool, self.prefix + len(path))
+        return pool, self.prefix + len(path) - 1
+
+
+class Row(Lane):
+    """Keys and values for several heads."""
 
     def __init__(
         self, prefix: int, window: int, *, page_size: int = 16, queries: int = 4, groups: int = 2, dim: int = 8, seed: int = 0,
@@ -68,17 +86,10 @@ class Row:
     ) -> None:  # fmt: skip
         self.generator = torch.Generator().manual_seed(seed)
         columns = -(-(prefix + window) // page_size)
-        self.pool, self.table = random_pool(self.generator, lanes=1, columns=columns, page_size=page_size, heads=groups, dim=dim, layers=2)
-        self.pool = self.pool.to(dtype)
-        self.prefix, self.page_size = prefix, page_size
-        for slot in range(prefix + window, columns * page_size):
-            self.at(self.pool, slot)[:] = torch.nan
-        self.pool[:, :, 0] = torch.nan
+        pool, table = random_pool(self.generator, lanes=1, columns=columns, page_size=page_size, heads=groups, dim=dim, layers=2)
+        super().__init__(pool.to(dtype), table, prefix, window)
         self.query = torch.randn(1, window, queries, dim, generator=self.generator).to(dtype)
         self.more: Case = {"layer": 1, "table_BP": self.table, "scale": dim**-0.5}
-
-    def at(self, pool: Tensor, slot: int) -> Tensor:
-        return pool[:, :, int(self.table[0, slot // self.page_size]), slot % self.page_size]
 
     def together(self, paths: list[list[int]], begin: int, left: int | None, **more: Any) -> Tensor:
         """All nodes in one call. With ``left`` a node sees that many positions."""
@@ -90,12 +101,7 @@ class Row:
 
     def plainly(self, path: list[int], begin: int, left: int | None, **more: Any) -> Tensor:
         """The last node of a path as plain decoding has it: its ancestors' keys in the slots of their positions, all of them prefix."""
-        pool = self.pool.clone()
-        for depth, node in enumerate(path):
-            self.at(pool, self.prefix + depth)[:] = self.at(self.pool, self.prefix + node)
-        end = self.prefix + len(path) - 1
-        for slot in range(end + 1, self.table.shape[1] * self.page_size):
-            self.at(pool, slot)[:] = torch.nan
+        pool, end = self.moved(path)
         first = begin if left is None else max(begin, end + 1 - left)
         case = {**self.more, **more, "query_BTQD": self.query[:, path[-1] : path[-1] + 1], "kv_pool": pool}
         case |= {"prefix_begin_BT": torch.tensor([[first]]), "prefix_end_B": torch.tensor([end])}
@@ -206,11 +212,5 @@ def test_error_is_that_of_the_reference(name: str) -> None:
     """On all small cases, NaN outside of what is seen and windows cut by the table's end included."""
     op, launcher = op_of(name), getattr(fused, name)
     for case in cases_of(op, torch.Generator().manual_seed(0)):
-        double = {key: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value for key, value in case.items()}
-        oracle, reference = op.reference(**double), op.reference(**case)
-        valid = case.get("valid_BT")
-        found = launcher(**case)
-        if valid is not None:
-            found, oracle, reference = found[valid], oracle[valid], reference[valid]
-        bound = 2 * (reference.double() - oracle).abs().max() + torch.finfo(found.dtype).eps * oracle.abs().max()
-        assert (found.double() - oracle).abs().max() <= bound
+        valid = case.get("valid_BT", slice(None))
+        assert_float_law(*(each[valid] for each in (launcher(**case), op.reference(**case), op.reference(**widened(case)))))

@@ -11,9 +11,9 @@ from torch import Tensor
 from graphspec.errors import ConfigError
 from graphspec.kernels import op_of
 from graphspec.kernels.attention.fused import tree_attention as fused
-from graphspec.kernels.attention.tree_attention import visible_slots
 from graphspec.kernels.fused.launch import recording, semaphores
-from tests.kernels.cases.attention import poison_unseen, random_pool
+from tests.kernels.cases.attention import poison_unseen, random_pool, visible_slots
+from tests.support.float_law import assert_float_law, widened
 
 from ._programs import ORDERS, program_order, side_by_side
 
@@ -23,15 +23,8 @@ Case = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory holds NaN; splits of 32 slots, runs of two, stretches of eight, so that short tables have many of each."""
-    empty = torch.empty
-
-    def poisoned(*size: Any, **options: Any) -> Tensor:
-        made = empty(*size, **options)
-        return made.fill_(torch.nan) if made.is_floating_point() else made
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch, nan_memory: None) -> None:
+    """Splits of 32 slots, runs of two, stretches of eight, so that short tables have many of each."""
     monkeypatch.setattr(fused, "RUN", 64)
     monkeypatch.setattr(fused, "STRETCH", 256)
     monkeypatch.setattr(fused, "tile_shape", lambda dim, dtype: (32, 32, 4))
@@ -87,13 +80,7 @@ def run(case: Case) -> Tensor:
 
 
 def assert_law(case: Case) -> None:
-    """Error against float64 at most twice that of the reference, plus one rounding of the output's dtype."""
-    oracle = OP.reference(**{k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in case.items()})
-    found, reference = run(case), OP.reference(**case)
-    assert found.dtype == reference.dtype and found.isfinite().all()
-    own = (reference.double() - oracle).abs().max()
-    rounding = torch.finfo(found.dtype).eps * oracle.abs().max()
-    assert (found.double() - oracle).abs().max() <= 2 * own + rounding
+    assert_float_law(run(case), OP.reference(**case), OP.reference(**widened(case)))
 
 
 @pytest.mark.parametrize(("tokens", "page_size"), [(31, 1), (32, 3), (33, 16), (63, 3), (64, 16), (65, 1)])
