@@ -166,25 +166,6 @@ def _latent_attention(
         tl.store(out + line[:, None] * width + channel[None, :], mixed, mask=alive[:, None] & kept[None, :])
 
 
-def _attend(
-    query_latent: Tensor,
-    query_rope: Tensor,
-    latent_pool: Tensor,
-    layer: int,
-    table: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    valid: Tensor | None,
-    ancestors: Tensor | None,
-    scale: float,
-) -> Tensor:
-    splits = 1 if ancestors is None else splits_of(table, latent_pool)
-    return attend(
-        _latent_attention, query_latent, query_rope, latent_pool, layer, table, begin, end, valid, ancestors, scale,
-        tokens_of_tile=query_latent.shape[1], splits=splits, merged=splits > 1, CUT=splits > 1, WINDOW=WINDOW,
-    )  # fmt: skip
-
-
 def latent_attention(
     query_latent_BTQL: Tensor,
     query_rope_BTQR: Tensor,
@@ -197,9 +178,11 @@ def latent_attention(
     scale: float,
 ) -> Tensor:
     check_words(ancestors_BTX)
-    return _attend(
-        query_latent_BTQL, query_rope_BTQR, latent_pool, layer, table_BP, prefix_begin_BT, prefix_end_B, None, ancestors_BTX, scale
-    )
+    splits = splits_of(table_BP, latent_pool)
+    return attend(
+        _latent_attention, query_latent_BTQL, query_rope_BTQR, latent_pool, layer, table_BP, prefix_begin_BT, prefix_end_B, None,
+        ancestors_BTX, scale, tokens_of_tile=query_latent_BTQL.shape[1], splits=splits, merged=splits > 1, CUT=splits > 1, WINDOW=WINDOW,
+    )  # fmt: skip
 
 
 def latent_chunk_attention(
@@ -213,7 +196,10 @@ def latent_chunk_attention(
     valid_BT: Tensor,
     scale: float,
 ) -> Tensor:
-    return _attend(query_latent_BTQL, query_rope_BTQR, latent_pool, layer, table_BP, prefix_begin_BT, slot_BT, valid_BT, None, scale)
+    return attend(
+        _latent_attention, query_latent_BTQL, query_rope_BTQR, latent_pool, layer, table_BP, prefix_begin_BT, slot_BT, valid_BT,
+        None, scale, tokens_of_tile=query_latent_BTQL.shape[1], splits=1, merged=False, CUT=False, WINDOW=WINDOW,
+    )  # fmt: skip
 
 
 OP = register(latent_attention)

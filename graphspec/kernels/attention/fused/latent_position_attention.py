@@ -128,26 +128,6 @@ def _latent_position_attention(
     tl.store(target, mixed, mask=(alive & (sum_row != 0))[:, None] & kept[None, :])
 
 
-def _attend(
-    query_latent: Tensor,
-    query_rope: Tensor,
-    latent_pool: Tensor,
-    layer: int,
-    table: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    valid: Tensor | None,
-    ancestors: Tensor | None,
-    scale: float,
-) -> Tensor:
-    # By the width of the table, in which an engine's rows all have their pages: prompts and cycles are cut alike. One split is merged like
-    # many: without the division there, results and accumulators share the registers.
-    return attend(
-        _latent_position_attention, query_latent, query_rope, latent_pool, layer, table, begin, end, valid, ancestors, scale,
-        tokens_of_tile=1, splits=splits_of(table, latent_pool), merged=True,
-    )  # fmt: skip
-
-
 def latent_attention(
     query_latent_BTQL: Tensor,
     query_rope_BTQR: Tensor,
@@ -160,9 +140,12 @@ def latent_attention(
     scale: float,
 ) -> Tensor:
     check_words(ancestors_BTX)
-    return _attend(
-        query_latent_BTQL, query_rope_BTQR, latent_pool, layer, table_BP, prefix_begin_BT, prefix_end_B, None, ancestors_BTX, scale
-    )
+    # By the width of the table, in which an engine's rows all have their pages: prompts and cycles are cut alike. One split is merged like
+    # many: without the division there, results and accumulators share the registers.
+    return attend(
+        _latent_position_attention, query_latent_BTQL, query_rope_BTQR, latent_pool, layer, table_BP, prefix_begin_BT, prefix_end_B, None,
+        ancestors_BTX, scale, tokens_of_tile=1, splits=splits_of(table_BP, latent_pool), merged=True,
+    )  # fmt: skip
 
 
 def latent_chunk_attention(
@@ -176,7 +159,10 @@ def latent_chunk_attention(
     valid_BT: Tensor,
     scale: float,
 ) -> Tensor:
-    return _attend(query_latent_BTQL, query_rope_BTQR, latent_pool, layer, table_BP, prefix_begin_BT, slot_BT, valid_BT, None, scale)
+    return attend(
+        _latent_position_attention, query_latent_BTQL, query_rope_BTQR, latent_pool, layer, table_BP, prefix_begin_BT, slot_BT, valid_BT,
+        None, scale, tokens_of_tile=1, splits=splits_of(table_BP, latent_pool), merged=True,
+    )  # fmt: skip
 
 
 OP = operator("latent_attention_by_position", latent_attention, op_of("latent_attention").signature)
