@@ -183,6 +183,9 @@ class TrainConfig:
     bfloat16 arithmetic. Weights and optimizer states stay in float32."""
     compile: bool = False
     """Compile the forward pass; that of a draft only for phases with enough steps. Pays from some hundred steps on."""
+    cache_features: bool = False
+    """Drafts: keep what the target computes of each conversation and each text of its own in a file of ``work`` during the run, so that it
+    reads them once. Pays where they are trained on several times."""
     seed: int = 2
     checkpoint_steps: int = 50
     """Steps between two checkpoints."""

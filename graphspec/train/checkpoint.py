@@ -87,15 +87,15 @@ def load(file: Path, device: torch.device) -> dict[str, Any]:
     return state
 
 
-def check_room(folder: Path, needed: int) -> None:
-    """Check that the disk has room for the checkpoints of a run.
+def check_room(folder: Path, needed: int, what: str = "checkpoints") -> None:
+    """Check that the disk has room for files of a run.
 
     Raises:
         ConfigError: less than ``needed`` bytes are free.
     """
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise ConfigError(KEY, f"room for checkpoints, {spell_bytes(needed)}", f"{spell_bytes(free)} free in {folder}")
+        raise ConfigError(KEY, f"room for {what}, {spell_bytes(needed)}", f"{spell_bytes(free)} free in {folder}")
 
 
 class Log:

@@ -23,12 +23,13 @@ from ..config.checks import brief
 from ..config.train_options import TrainConfig
 from ..errors import ConfigError
 from . import loop
+from .cached import CachedTarget
 from .drafter import Drafter, NetworkConfig, Target, network_of, trained_variants
 from .loop import Watch, unwatched
 
 BITS = (
     "lr", "adamw_lr", "schedule", "warmup", "cooldown", "restarts", "clip", "dtype", "compile", "seed",
-    "unroll", "decay", "feature_weight", "raw_share",
+    "unroll", "decay", "feature_weight", "raw_share", "cache_features",
 )  # fmt: skip
 """Keys of ``train`` that determine, with phases and network, the weights of a trained draft."""
 COMPILE_PAYS = 100
@@ -112,6 +113,14 @@ class Texts:
         """``[tokens]``: the tokens of the answers, once for each length of sequences."""
         answers = [tokens[marks] for chats in self.chats for tokens, marks in chats.rows.values()]
         return np.concatenate(answers) if answers else np.empty(0, dtype=np.int32)
+
+    def sequences(self) -> dict[int, list[np.ndarray]]:
+        """By length, sets of sequences ``[N, length]`` that a run reads again and again."""
+        found = {length: [tokens] for length, tokens in self.written.items()}
+        for chats in self.chats:
+            for length, (tokens, _) in chats.rows.items():
+                found.setdefault(length, []).append(tokens)
+        return found
 
     def counts(self, vocab_size: int) -> Tensor:
         """``[V]`` int64: occurrences of each id, all kinds of text with equal weight, whatever their lengths.
@@ -205,17 +214,19 @@ def draft_losses(
     unroll: int,
     feature_weight: float = 0.0,
     counted_BT: Tensor | None = None,
+    columns: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Loss and top-1 agreement with the target at every drafted depth, each ``[unroll]``, over the drafting rows ``row_A``.
 
     Rows whose most likely id is not in the draft vocabulary have no cross-entropy and count as misses. ``counted_BT``: the positions whose
-    predictions count; None: all.
+    predictions count; None: all. ``columns``: those of the logits that are the draft's, int64 ``[Vd]``; None: its target ids.
     """
     if counted_BT is None:
         counted_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
     # What does not count is left out before anything as wide as a vocabulary is computed.
     place_BT = (counted_BT.flatten().cumsum(0) - 1).view_as(counted_BT)
-    soft_MV, hard_M, inside_M = soft_targets(logits_BTV[counted_BT], drafter.target_ids())
+    ids = drafter.target_ids() if columns is None else columns
+    soft_MV, hard_M, inside_M = soft_targets(logits_BTV[counted_BT], ids)
     losses, hits = [], []
     for k, hidden_BAH in enumerate(drafter.drafts(features_BTF, tokens_BT, unroll, row_A)):
         seen = 1 + k + row_A
@@ -255,18 +266,26 @@ def train_draft(
     compiled = torch.compile(target.view, dynamic=False), torch.compile(draft_losses, dynamic=False)
     worth = {(batch, length) for steps, batch, length in config.schedule_phases if config.compile and steps >= COMPILE_PAYS}
     weights = config.decay ** torch.arange(config.unroll, device=device)
+    cache: CachedTarget | None = None
+    if config.cache_features:
+        cache = CachedTarget(target, drafter, texts.sequences(), getattr(torch, config.dtype), work)
 
     def loss(step: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
         tokens_BT, counted_BT = texts.batch(batch, length, config.raw_share, config.seed * 1_000_003 + step)
         tokens_BT, counted_BT = tokens_BT.to(device), None if counted_BT is None else counted_BT.to(device)
         view, losses_of = compiled if (batch, length) in worth else eager
         with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
-            features, logits = view(tokens_BT, drafter.tap_layers)
+            columns: Tensor | None = None
+            if cache is None:
+                features, logits = view(tokens_BT, drafter.tap_layers)
+            else:
+                features, logits, columns = cache.view(tokens_BT)
             row_A = drafter.anchors(length - config.unroll, step).to(device)
             if counted_BT is not None:
                 # How many tokens count differs from step to step: that is no static program.
                 losses_of = draft_losses
-            losses, hits = losses_of(drafter, features, logits, tokens_BT, row_A, config.unroll, config.feature_weight, counted_BT)
+            weight = config.feature_weight
+            losses, hits = losses_of(drafter, features, logits, tokens_BT, row_A, config.unroll, weight, counted_BT, columns)
             return (losses * weights).sum(), torch.stack((losses.detach(), hits))
 
     def describe(means: Tensor) -> dict[str, Any]:
@@ -274,7 +293,11 @@ def train_draft(
         return {"loss": [round(x, 4) for x in losses], "agreement": [round(x, 4) for x in hits]}
 
     job = loop.Job(recipe.variant, drafter, drafter.unmixed, loss, recipe.settings(), describe)
-    trained = loop.run(job, config, work, watch)
+    try:
+        trained = loop.run(job, config, work, watch)
+    finally:
+        if cache is not None:
+            cache.close()
     figures: dict[str, Any] = {
         "variant": recipe.variant,
         "steps": config.total_steps,

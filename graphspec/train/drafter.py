@@ -252,10 +252,16 @@ class Target:
 
         Features are converted to fp32, the drafter's dtype; logits keep the target's, because they are large.
         """
+        features_BTF, hidden_BTH = self.hidden(tokens_BT, tap_layers)
+        return features_BTF, self.model.lm_head(hidden_BTH)
+
+    @torch.no_grad()
+    def hidden(self, tokens_BT: Tensor, tap_layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """The features of :meth:`view`, and the hidden state ``[B, T, H]`` that the output head multiplies."""
         out = self.model.model(tokens_BT, use_cache=False, output_hidden_states=bool(tap_layers))
         last = out.last_hidden_state
         features = torch.cat([out.hidden_states[layer] for layer in tap_layers], -1) if tap_layers else last
-        return features.float(), self.model.lm_head(last)
+        return features.float(), last
 
 
 def load_target(
