@@ -56,14 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help='JSONL of {"kind": ..., "prompt": ...}')
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--every", type=int, default=1, help="only every so many prompts")
+    parser.add_argument("--shape", nargs=3, type=int, action="append", metavar=("S", "K", "N"), help="depth, fan-out, nodes; several times")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--out", type=Path, default=ROOT / "perf" / "results", help="folder of the result file")
     args = parser.parse_args(argv)
     prompts = [json.loads(line) for line in args.prompts.read_text(encoding="utf-8").splitlines()][:: args.every]
     keys: dict[str, Any] = {"max_rows": 1, "buckets": [1], "max_context": 1024, "threads": args.threads, "generation_config": "ignore"}
+    shapes = [tuple(shape) for shape in args.shape] if args.shape else SHAPES
     expected: dict[float, list[list[int]]] = {}
     records, equal = [], True
-    for shape in (None, *SHAPES):
+    for shape in (None, *shapes):
         if shape is None:
             llm = LLM(args.model, variant="none", **keys)
         else:

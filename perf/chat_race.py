@@ -46,7 +46,7 @@ PAUSE = 0.02
 """Seconds between two sides: threads of the previous one may still be spinning."""
 SHAPES: dict[str, tuple[tuple[tuple[int, int, int], list[int]], ...]] = {
     "ngram": (((2, 1, 3), [0]), ((6, 1, 7), [0, 2]), ((3, 1, 4), [])),
-    "eagle3": (((4, 1, 5), []), ((4, 4, 8), [])),
+    "eagle3": (((1, 1, 2), []), ((2, 1, 3), []), ((3, 2, 5), [])),
 }
 """Shapes of each drafter, and the other depths that its cycles may have."""
 

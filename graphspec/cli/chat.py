@@ -17,7 +17,8 @@ from rich.text import Text
 from ..config.catalog import resolve_variant
 from ..config.compose import load_config, overrides_of
 from ..errors import ConfigError, GraphspecError
-from ..facts.folders import draft_folder, model_folder
+from ..facts.folders import draft_folder, model_folder, shipped_draft
+from ..facts.gguf_model import weights_files
 
 if TYPE_CHECKING:
     from ..api.llm import LLM
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 DRAFTED = "green"
 """Colour of accepted draft tokens."""
 PROMPT = "> "
-WITHOUT_HEAD = ("variant=ngram", "variant.num_steps=2", "variant.topk=1", "variant.num_draft_tokens=3", "adaptive.depths=[0]")
-"""The drafter of a model without a head. It has no weights. Three nodes cost little more than one even where weights have 4 bits, and where
+N_GRAMS = ("variant=ngram", "variant.num_steps=2", "variant.topk=1", "variant.num_draft_tokens=3", "adaptive.depths=[0]")
+"""The drafter of a model without a head, and of one whose head only pays with other weights. It has no weights. Three nodes cost little more than one even where weights have 4 bits, and where
 nothing repeats the cycle is a plain one."""
 HELP = """\
 /system TEXT   begin anew with this system message; without TEXT, without one
@@ -41,7 +42,8 @@ HELP = """\
 
 def conversation_words(words: list[str]) -> list[str]:
     """Words of the command line, completed for a conversation: ``experiment=chat`` where none names an experiment, and the n-gram chain
-    where none names a drafter and the model has no head for the default one.
+    where none names a drafter and the model has no head for the default one. A GGUF file with a head of ours gets the n-gram chain too: its
+    weights have so few bits that the head's nodes cost what they bring (docs/benchmarks.md).
     """
     keys = {word.partition("=")[0] for word in overrides_of(words)}
     if "experiment" in keys:
@@ -54,9 +56,12 @@ def conversation_words(words: list[str]) -> list[str]:
         config = load_config(*overrides_of(words))
         folder = model_folder(config.model.path, config.model.revision)
         try:
-            draft_folder(config, resolve_variant(config.variant.name), folder)
+            variant = resolve_variant(config.variant.name)
+            draft_folder(config, variant, folder)
+            if weights_files(folder) and shipped_draft(config.model.path, folder, variant) is not None:
+                return [*words, *N_GRAMS]
         except GraphspecError:
-            return [*words, *WITHOUT_HEAD]
+            return [*words, *N_GRAMS]
     return words
 
 
