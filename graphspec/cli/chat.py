@@ -30,8 +30,8 @@ DRAFTED = "green"
 """Colour of accepted draft tokens."""
 PROMPT = "> "
 N_GRAMS = ("variant=ngram", "variant.num_steps=2", "variant.topk=1", "variant.num_draft_tokens=3", "adaptive.depths=[0]")
-"""The drafter of a model without a head, and of one whose head only pays with other weights. It has no weights. Three nodes cost little more than one even where weights have 4 bits, and where
-nothing repeats the cycle is a plain one."""
+"""The drafter of a model without a head, and of one whose head only pays with other weights. It has no weights. Three nodes cost little
+more than one even where weights have 4 bits, and where nothing repeats the cycle is a plain one."""
 HELP = """\
 /system TEXT   begin anew with this system message; without TEXT, without one
 /reset         begin anew, and keep the system message
