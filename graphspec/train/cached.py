@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..config.paths import unwritable
 from .checkpoint import KEY, check_room
 from .drafter import Drafter, Target
 
@@ -56,10 +57,16 @@ class CachedTarget:
         self.file = folder / FILE
         self.close()
         check_room(folder, size * dtype.itemsize, "train.cache_features")
+        size = max(1, size)
         try:
-            self.store = torch.from_file(str(self.file), shared=True, size=max(1, size), dtype=dtype)
-        except RuntimeError as error:
-            raise ConfigError(KEY, f"a folder that can hold {FILE}", str(error).splitlines()[0]) from error
+            with self.file.open("wb") as stream:
+                if hasattr(os, "posix_fallocate"):
+                    # A mapped file that meets a full disk later would end the process.
+                    os.posix_fallocate(stream.fileno(), 0, size * dtype.itemsize)
+        except OSError as error:
+            self.close()
+            raise unwritable(KEY, self.file, error) from error
+        self.store = torch.from_file(str(self.file), shared=True, size=size, dtype=dtype)
 
     def close(self) -> None:
         """Remove the file."""
@@ -79,7 +86,7 @@ class CachedTarget:
         For a draft with a vocabulary of its own the logits are ``[B, T, Vd + 1]``. The last column stands for all other ids: infinite where
         one of them is more likely than every id of the draft, else minus infinity. Without one they are ``[B, T, V]``, and columns None.
         """
-        rows_BTC = torch.stack([self._row(tokens_T) for tokens_T in tokens_BT]).to(tokens_BT.device)
+        rows_BTC = torch.stack([self._row(tokens_T).to(tokens_BT.device) for tokens_T in tokens_BT])
         features_BTF, hidden_BTH, inside_BT1 = rows_BTC.split((self.feature_size, self.hidden_size, 1), -1)
         logits_BTV = F.linear(hidden_BTH.to(self.head_VH.dtype), self.head_VH)
         if self.drafter.target_ids() is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +75,16 @@ def test_ids_outside_the_draft_vocabulary_count_as_misses_all_the_same(tmp_path:
     assert figures[0]["agreement_by_depth"] == figures[1]["agreement_by_depth"]
     assert figures[0]["loss_by_depth"] == pytest.approx(figures[1]["loss_by_depth"], rel=1e-4)
     assert max(figures[0]["agreement_by_depth"]) < 0.7
+
+
+def test_a_disk_that_fills_up_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(ConfigError, match=r"train\.work: .*No space left on device"):
+        trained("eagle3", tmp_path / "work", cache_features=True)
+    assert not (tmp_path / "work" / cached.FILE).exists()
 
 
 def test_a_disk_that_is_too_small_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
