@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,6 +71,21 @@ def test_its_card_and_files_match_its_record() -> None:
     with safe_open(HEAD / "model.safetensors", "pt") as file:
         assert file.get_slice("d2t").get_shape() == [config["draft_vocab_size"]]
     assert (HEAD / "model.safetensors").stat().st_size < 12e6
+
+
+def test_its_text_is_in_the_repository() -> None:
+    """As ``train.work`` has it, so that a run goes on from there."""
+    data = json.loads((HEAD / "training.json").read_text(encoding="utf-8"))["data"]["conversations"][0]
+    lengths = []
+    with tarfile.open(ROOT / "recipes" / "smollm2" / "conversations.tar.xz") as archive:
+        for member in archive:
+            assert member.name == "conversations" or member.name.startswith("conversations/self")
+            if member.name.endswith(".jsonl"):
+                lines = archive.extractfile(member)
+                assert lines is not None
+                lengths += [len(json.loads(line)["tokens"]) for line in lines]
+    assert len(lengths) == data["train"] + data["held_out"]
+    assert sum(lengths) == data["train_tokens"] + data["held_out_tokens"]
 
 
 def test_a_chat_over_four_bits_drafts_by_n_grams(real: Path) -> None:
