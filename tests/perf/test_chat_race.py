@@ -107,7 +107,7 @@ def test_engines_take_part_with_the_tokens_of_plain_decoding(tmp_path, capsys):
     words = ["--model", "demo", "--llama", str(tmp_path / "none"), "--no-hf", "--rounds", "1", "--max-tokens", "8"]
     assert chat_race.main([*words, "--prompts", str(prompts), "--raw", "--context", "128", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "graphspec, ngram chain (2, 1, 3), or [0] steps" in shown and "graphspec, eagle3 tree (4, 4, 8)" in shown
+    assert "graphspec, ngram chain (2, 1, 3), or [0] steps" in shown and "graphspec, eagle3 tree (3, 2, 5)" in shown
     assert "Missing: llama.cpp: it needs a GGUF file" in shown
     [file] = tmp_path.glob("*-chat-race.jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
