@@ -24,8 +24,8 @@ FILE = "features.bin"
 class CachedTarget:
     """A target's features and logits of sequences that a draft reads several times.
 
-    The target reads each sequence alone, so its numbers don't depend on the batch in which a sequence came first. They are rounded to
-    ``dtype`` once, those of sequences that are not kept too: a run has the same bits whatever is in the file.
+    The target reads each sequence alone, so its numbers don't depend on the rest of the batch. All are rounded to ``dtype``, stored or not.
+    A resumed run, whose file is empty again, therefore has the same bits.
 
     Args:
         target: the frozen target.
