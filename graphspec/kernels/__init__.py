@@ -156,6 +156,10 @@ def select_kernels(
         from .fused.launch import LaunchState, launching
 
         ops["scope"] = partial(launching, LaunchState(programmatic_launch))
+    if mode == chosen["linear"] == "fused":
+        from .linear.fused.linear_kv_write import fused_linear_kv_write
+
+        ops["linear_kv_write"] = fused_linear_kv_write(numerics, linear_table)
     if chosen["attention"] == "flashinfer":
         check_flashinfer(device)
         from .flashinfer.kernels import FlashInferKernels

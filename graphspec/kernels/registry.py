@@ -60,6 +60,9 @@ class KernelSet(_Callables):
     scope: Scope | None = field(default=None, kw_only=True)
     """A context that every program of the engine runs and is captured in: its launches share what no other engine's may touch. None: they
     share nothing."""
+    linear_kv_write: Callable[..., Tensor | None] | None = field(default=None, kw_only=True)
+    """``linear`` and ``rope_kv_write`` in one launch: arguments of the first up to those of its norm, then of the second from its table on.
+    Returns the queries; None: these shapes need both ops. None instead of a function: there is no such kernel."""
 
     def own_window(
         self, table_BP: Tensor, page_size: int, prefix_end_B: Tensor, ancestors_BTX: Tensor

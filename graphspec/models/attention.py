@@ -100,6 +100,11 @@ class Attention(Protocol):
         """The first half of a call: norm, rotate, and write the tokens' KV of ``layer``. Returns the queries, normed and rotated."""
         ...
 
+    @property
+    def cells(self) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """Pool, table, slots and validity: where KV is written, for a projection that writes it itself; None: only :meth:`write` does."""
+        ...
+
     def read(self, layer: int, query_BTQD: Tensor, scale: float, window_left: int | None, weighing: Weighing = SOFTMAX) -> Tensor:
         """The second half of a call: queries, normed and rotated, attend over what is written."""
         ...
@@ -145,6 +150,10 @@ class PagedAttention:
         the ancestor words, or None and None where each valid query sees everything up to its own slot.
         """
         raise NotImplementedError
+
+    @property
+    def cells(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.kv_pool, self.table_BP, self.slot_BT, self.valid_BT
 
     def write(self, layer: int, query_BTQD: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, heads: HeadTransform) -> Tensor:
         rotated_BTQD: Tensor = self.kernels.rope_kv_write(

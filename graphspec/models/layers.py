@@ -77,6 +77,7 @@ class Linear(KernelModule):
         """The 16-bit dtype in which a checkpoint has all of the weight; None: it has another."""
         self.multiply: Callable[..., Hidden] = linear
         self.multiply_codes: Callable[..., Hidden] = packed_linear
+        self.multiply_heads: Callable[..., Tensor | None] | None = None
         self.shards: dict[str, ParameterShards] = {}
 
     def shard_rows(self, *shards: Shard) -> None:
@@ -94,6 +95,7 @@ class Linear(KernelModule):
 
     def use_kernels(self, kernels: KernelSet) -> None:
         self.multiply, self.multiply_codes = kernels.linear, kernels.packed_linear
+        self.multiply_heads = kernels.linear_kv_write
 
     def pack(self) -> None:
         """Replace the weight by its packed form, for the native kernel. float32 on the CPU only."""
@@ -125,6 +127,19 @@ class Linear(KernelModule):
         if isinstance(self.weight, PackedWeight):
             return self._multiply_segments(x, self.weight.segments, self.bias, normed, residual, gated, float32)
         return self.multiply(x, self.weight, self.bias, *normed, residual, gated, float32)
+
+    def write_heads(self, x: Hidden, norm: RMSNorm | None, heads: HeadTransform, attention: Attention, layer: int) -> Tensor | None:
+        """Project queries, keys and values, norm and rotate them, and write the KV of ``layer`` in one launch.
+
+        Returns:
+            The rotated queries, ``[B, T, Q, D]``; None: no kernel does it, and nothing was done.
+        """
+        cells, segments = attention.cells, self.weight.segments if isinstance(self.weight, PackedWeight) else (self.weight,)
+        if self.multiply_heads is None or self.weight is None or cells is None or len(segments) > 1 or (norm is not None and norm.float32):
+            return None
+        normed: tuple[Tensor | None, float, bool] = (None, 0.0, False) if norm is None else (norm.weight, norm.eps, norm.offset)
+        pool, *places = cells
+        return self.multiply_heads(x, segments[0], self.bias, *normed, *heads.rotation, pool, layer, *places, *heads[1:])
 
     def _multiply_segments(
         self,
@@ -405,6 +420,8 @@ class SelfAttention(TokenMixer, ShardedModule):
         # The op that rotates queries and keys norms them too, but head by head only, and scales after the cast back.
         self.norms_apart = facts.qk_norm and (whole or facts.family.norm == "float32")
         assert not (self.gated and self.norms_apart), "gates lie between the queries of the heads"
+        self.bare = len(entering.parts) == 3 and not (self.gated or self.norms_apart or facts.family.value_norm or self.query_growth)
+        """Nothing lies between the projections and the op that norms, rotates and writes."""
 
     def make_entering(self, input_size: int, query: int, key: int, bias: bool) -> Linear:
         """Make the projections that the attention begins with, as one layer: rows of queries, keys and values."""
@@ -421,6 +438,8 @@ class SelfAttention(TokenMixer, ShardedModule):
         return query_BTE, key_BTE, value_BTE
 
     def inner(self, x_BTH: Hidden, rotation: Rotation, attention: Attention, norm: RMSNorm | None) -> Tensor:
+        if (rotated_BTQD := self._write_heads(x_BTH, rotation, attention, norm)) is not None:
+            return attention.read(self.layer, rotated_BTQD, self.scale, self.window_left, self.weighing()).flatten(2)
         query_BTQD, gate_BTQD, key_BTGD, value_BTGD = self._project(x_BTH, norm)
         if self.query_growth is not None:
             query_BTQD = query_BTQD * grown(attention.position_BT, *self.query_growth).to(query_BTQD.dtype)
@@ -436,8 +455,13 @@ class SelfAttention(TokenMixer, ShardedModule):
 
     def write_kv(self, x_BTH: Hidden, rotation: Rotation, attention: Attention, norm: RMSNorm | None = None) -> None:
         """Write the KV that :meth:`forward` would write, and nothing else."""
+        if self._write_heads(x_BTH, rotation, attention, norm) is not None:
+            return
         query_BTQD, _, key_BTGD, value_BTGD = self._project(x_BTH, norm)
         attention.write(self.layer, query_BTQD, key_BTGD, value_BTGD, self._heads(rotation))
+
+    def _write_heads(self, x_BTH: Hidden, rotation: Rotation, attention: Attention, norm: RMSNorm | None) -> Tensor | None:
+        return self.qkv_proj.write_heads(x_BTH, norm, self._heads(rotation), attention, self.layer) if self.bare else None
 
     def _project(self, x_BTH: Hidden, norm: RMSNorm | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Queries, their gate where there is one, keys and values."""

@@ -19,6 +19,7 @@ from graphspec.kernels import OPS
 from graphspec.kernels.fused.launch import Launch
 from graphspec.kernels.groups import Candidates
 from graphspec.kernels.linear.fused.linear import fused_linear
+from graphspec.kernels.linear.fused.linear_kv_write import fused_linear_kv_write
 
 Case = dict[str, Any]
 VOCAB, DRAFT_VOCAB, CONTEXT, PAGE = 128256, 32000, 4096, 16
@@ -80,6 +81,32 @@ def _linear(rows: int, outputs: int, inputs: int, *parts: str) -> Callable[[str]
         if "residual" in parts:
             case["residual"] = _normal(device, rows, outputs)
         return case | {"gated": "gated" in parts}
+
+    return make
+
+
+def _projected(lanes: int, rows: int, *parts: str) -> Callable[[str], Case]:
+    """Queries, keys and values of Llama-3.1-8B; of Qwen3-8B with ``head norms``."""
+
+    def make(device: str) -> Case:
+        heads = {name: _normal(device, 128) for name in ("query_norm", "key_norm")} | {"head_eps": 1e-6}
+        slots = 4 * PAGE
+        return {
+            "x": _normal(device, lanes, rows, 4096),
+            "weight": _normal(device, 6144, 4096, scale=4096**-0.5),
+            "bias": None,
+            "norm_weight": _normal(device, 4096),
+            "norm_eps": 1e-5,
+            "norm_offset": False,
+            "rope_LD": _normal(device, slots, 128, dtype=torch.float32),
+            "rope_row_BT": torch.arange(rows).expand(lanes, rows).to(device),
+            "kv_pool": _normal(device, 1, 2, lanes * 4 + 1, PAGE, 8, 128),
+            "layer": 0,
+            "table_BP": _table(lanes, 4).to(device),
+            "slot_BT": (slots - rows + torch.arange(rows)).expand(lanes, rows).to(device),
+            "valid_BT": torch.ones(lanes, rows, dtype=torch.bool, device=device),
+            **(heads if "head norms" in parts else {}),
+        }
 
     return make
 
@@ -240,8 +267,14 @@ def merging_calls(lanes: int) -> list[Merging]:
         for name, (outputs, inputs, how, calls) in split.items()
         for numerics, count in calls
     ]
+    written = [
+        Merging(f"linear_kv_write {' '.join(how)}, {numerics}", fused_linear_kv_write(numerics), _projected(lanes, 4, *how), ("kv_pool",))
+        for how in ((), ("head norms",))
+        for numerics in ("fast", "batch_invariant")
+    ]
     return [
         *products,
+        *written,
         Merging("sample_tokens", fused("sample_tokens"), _sampled(lanes, rows, False)),
         Merging("sample_tokens, filtered", fused("sample_tokens"), _sampled(lanes, rows, True)),
         Merging("filter_logits", fused("filter_logits"), _filtered(lanes, rows)),

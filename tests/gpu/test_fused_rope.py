@@ -10,6 +10,8 @@ from torch import Tensor
 
 from graphspec.kernels import op_of
 from graphspec.kernels.attention import rope_kv_write
+from graphspec.kernels.linear.fused.linear_kv_write import fused_linear_kv_write
+from graphspec.kernels.linear.linear import hidden_of, linear
 from tests.support.float_law import assert_float_law, widened
 
 OP = op_of("rope_kv_write")
@@ -109,6 +111,38 @@ def test_pages_and_layers(page_size: int, layer: int) -> None:
 
 def test_a_pool_of_another_dtype() -> None:
     assert_holds(rope_case(dtype=torch.float32, kept=torch.float16))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("norm", ["none", "plain"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("numerics", ["fast", "batch_invariant"])
+def test_projections_that_write(dtype: torch.dtype, norm: str, dim: int, numerics: str) -> None:
+    """The product, norms, RoPE and the write in one launch: the law, and nothing else is written."""
+    case = rope_case(dtype=dtype, norm=norm, dim=dim, rotary=dim)
+    generator = torch.Generator().manual_seed(dim)
+    x = torch.randn(LANES, TOKENS, 1024, generator=generator)
+    weight, scale = torch.randn(48 * dim, 1024, generator=generator) / 32, torch.rand(1024, generator=generator) + 0.5
+    product = {"x": x, "weight": weight, "norm_weight": scale}
+    product = {name: value.to(dtype).to(DEVICE) for name, value in product.items()} | {"norm_eps": 1e-5}
+    where = {name: value for name, value in case.items() if name not in ("query_BTQD", "key_BTGD", "value_BTGD")}
+
+    def apart(product: Case, where: Case) -> tuple[Tensor, Tensor]:
+        heads = hidden_of(linear(**product)).unflatten(-1, (-1, dim)).split((32, 8, 8), 2)
+        return called(rope_kv_write.rope_kv_write, {**dict(zip(("query_BTQD", "key_BTGD", "value_BTGD"), heads, strict=True)), **where})
+
+    def together(norm_eps: float = 0.0, norm_offset: bool = False, **own: Any) -> Tensor:
+        entering = (product["x"], product["weight"], None, product["norm_weight"], product["norm_eps"], False)
+        query = fused_linear_kv_write(numerics)(*entering, **own, head_eps=norm_eps, head_offset=norm_offset)
+        assert query is not None
+        return query
+
+    found, reference, oracle = called(together, where), apart(product, where), apart(widened(product), widened(where))
+    for f, r, o in zip(found, reference, oracle, strict=True):
+        assert_float_law(f, r, o)
+    before = case["kv_pool"][:, :, 1:]
+    untouched = (reference[1] == before).all(-1)
+    assert not untouched.all() and torch.equal(found[1][untouched], before[untouched])
 
 
 def test_one_lane_of_one_token() -> None:

@@ -319,14 +319,14 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 def test_the_kernels_of_the_rows_are_known_ahead(launches: list[Any]) -> None:
-    """Those of the layers, the draft and the tree, with the numbers that are compiled into them: 32 layers are three kernels."""
+    """Those of the layers, the draft and the tree, with the numbers that are compiled into them."""
     names = {launch.kernel.fn.__name__ for launch in launches}
-    assert names >= {"_linear", "_tree_attention", "_rope_kv_write", "_draft_topk", "_draft_level", "_tree_build", "_tree_walk", "_kv_move"}
+    assert names >= {"_linear", "_tree_attention", "_draft_topk", "_draft_level", "_tree_build", "_tree_walk", "_kv_move"}
     wanted = warm.distinct(launches)
-    assert (len(wanted), len(launches)) == (45, 448)
-    # Layer 0 and 16, layer 1, all others; and the drafter's, which are fewer.
-    writes = [launch for launch in launches if launch.kernel.fn.__name__ == "_rope_kv_write"]
-    assert len(writes) > 64 and len(warm.distinct(writes[:32])) == 3
+    assert (len(wanted), len(launches)) == (39, 379)
+    # No layer's number is compiled into a kernel: the first layer, whose norm has no squares yet, and all others.
+    written = [launch for launch in launches if launch.values.get("DIM") and launch.values.get("pool") is not None]
+    assert len(written) > 64 and len(warm.distinct(written[:32])) == 2
 
 
 COMPILED = """

@@ -133,6 +133,7 @@ def record(plan: Plan, target: Decoder, draft: Any, lanes: int, sampling: Sampli
     """
     from ...kernels.fused.launch import launcher, recording, semaphores
     from ...kernels.linear.fused.linear import Products, fused_linear, linear, linear_summed
+    from ...kernels.linear.fused.linear_kv_write import fused_linear_kv_write, linear_kv_write
     from ...kernels.linear.fused.packed_linear import dequantised, fused_packed_linear, packed_linear, packed_linear_summed
 
     steps: list[Step] = []
@@ -149,7 +150,8 @@ def record(plan: Plan, target: Decoder, draft: Any, lanes: int, sampling: Sampli
     callables["linear"] = fused_linear(plan.numerics, products=Products(linear, linear_summed, matmul))
     of_codes = Products(packed_linear, packed_linear_summed, matmul_of_codes)
     callables["packed_linear"] = fused_packed_linear(plan.numerics, products=of_codes)
-    kernels = KernelSet(**callables)
+    together = fused_linear_kv_write(plan.numerics, operators=(linear_kv_write, linear_kv_write))
+    kernels = KernelSet(**callables, linear_kv_write=together)
     for network in (target, draft):
         if network is not None:
             use_kernels(network, kernels)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from graphspec.kernels import op_of
 from graphspec.kernels.linear.fused.linear import linear, linear_summed, shape_of
 from graphspec.kernels.linear.fused.linear_choice import LinearConfig, LinearShape, fast_config, invariant_config
+from graphspec.kernels.linear.fused.linear_kv_write import linear_kv_write
 from graphspec.kernels.linear.fused.packed_linear import dequantised, packed_linear, packed_linear_summed
 from graphspec.kernels.linear.fused.packed_moe_mlp import packed_moe_mlp
 from graphspec.kernels.linear.packed import CODES, Packed, code_bits
@@ -67,6 +69,34 @@ AOT["linear"] = (
     _linear("gate-up-fp32-invariant", 8, 28672, 4096, "norm", "gated", "fp32", "invariant"),
     _linear("o-fp32-invariant", 8, 4096, 4096, "stream", "fp32", "invariant"),
 )
+
+
+def _linear_kv_write(name: str, rows: int, inputs: int, *parts: str, dim: int = 128, heads: tuple[int, int] = (32, 8)) -> AotCase:
+    """Parts are those of :func:`_linear_call`, ``head-norm``, and the name of the format of codes."""
+
+    def made() -> dict[str, Any]:
+        queries, groups = heads
+        call = _linear_call(rows, (queries + 2 * groups) * dim, inputs, *parts)
+        for key in ("residual", "gated", "float32"):
+            call.pop(key, None)
+        codes = next((part for part in parts if part in FORMATS), None)
+        weight = call["weight"] if codes is None else FORMATS[codes].without_data(*call["weight"].shape)
+        x = call["x"].unsqueeze(0)
+        if call["config"] is None:
+            shape = shape_of(x, weight, None, call.get("norm_weight"), None, False, False, call.get("squares"))
+            call["config"] = cast("LinearConfig", fast_config(shape)).encoded()
+        optional = {"bias": None, "norm_weight": None, "norm_eps": 0.0, "norm_offset": False}
+        places = op_of("rope_kv_write").without_data(
+            {"B": 1, "T": rows, "P": 128}, query_BTQD=x, key_BTGD=x, value_BTGD=x, rope_LD=(torch.float32, 4096, dim),
+            kv_pool=(x.dtype, 32, 2, 1025, 16, groups, dim), layer=5,
+        )  # fmt: skip
+        where = {key: places[key] for key in ("rope_LD", "rope_row_BT", "kv_pool", "layer", "table_BP", "slot_BT", "valid_BT")}
+        squares = call["squares"].unsqueeze(0) if "squares" in call else None
+        if "head-norm" in parts:
+            where |= {key: torch.empty(dim, dtype=x.dtype, device="meta") for key in ("query_norm", "key_norm")} | {"head_eps": 1e-6}
+        return {**optional, **call, "x": x, "weight": weight, "squares": squares, **where}
+
+    return AotCase(name, linear_kv_write, made)
 
 
 _MODELS = {
@@ -192,6 +222,22 @@ def _packed_linear(name: str, kind: Format) -> tuple[AotCase, ...]:
     return *down, gate_up, whole
 
 
+AOT["linear_kv_write"] = (
+    *(_linear_kv_write(f"llama-8b-m{rows}", rows, 4096, "summed") for rows in (1, 8, 16, 32, 64)),
+    _linear_kv_write("llama-8b-first-m8", 8, 4096, "norm"),
+    *(_linear_kv_write(f"llama-8b-eagle3-m{rows}", rows, 8192) for rows in (1, 4, 16)),
+    _linear_kv_write("llama-8b-invariant", 8, 4096, "summed", "invariant"),
+    _linear_kv_write("llama-8b-fp32", 8, 4096, "norm", "fp32"),
+    *(_linear_kv_write(f"llama-1b-m{rows}", rows, 2048, "norm", dim=64) for rows in (1, 32)),
+    *(_linear_kv_write(f"qwen3-8b-m{rows}", rows, 4096, "summed", "head-norm") for rows in (1, 8, 32, 64)),
+    _linear_kv_write("qwen3-8b-invariant", 8, 4096, "summed", "head-norm", "invariant"),
+    _linear_kv_write("qwen3-8b-int4-m8", 8, 4096, "norm", "head-norm", "int4"),
+    *(
+        _linear_kv_write(f"llama-8b-{name}-m{rows}", rows, 4096, "norm", name)
+        for name in ("int4", "fp8-channel", "q4-k")
+        for rows in (8, 32)
+    ),
+)
 AOT["packed_linear"] = tuple(case for name, kind in FORMATS.items() for case in _packed_linear(name, kind))
 
 

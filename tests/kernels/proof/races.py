@@ -48,8 +48,8 @@ STORED_ONCE: dict[str, frozenset[str]] = {
     "_latent_kv_write": frozenset({"out", "pool"}),
     # A counter gives every step its own part of the list.
     "_least": frozenset({"values"}),
-    # Gate and up have a half each.
-    "_linear": frozenset({"partial"}),
+    # Gate and up have a half each, and so have the halves of a head that rotates.
+    "_linear": frozenset({"partial", "out", "pool"}),
     # As of _tree_attention; parts of blocks that the window reaches have their own rows for each token.
     "_position_attention": frozenset({"out", "part_acc", "part_stat", "counters"}),
     # Each iteration stores one level.

@@ -94,6 +94,73 @@ def _finish(
 
 
 @triton.jit
+def _sum_of_parts(at, stride, keep, SPLITS: tl.constexpr):
+    """The sum of what the programs of a split have stored, in their order. Written by other programs, so that L1 is bypassed."""
+    total = tl.load(at, mask=keep, other=0.0, cache_modifier=".cg")
+    for other in tl.static_range(1, SPLITS):
+        total += tl.load(at + other * stride, mask=keep, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def _head_norm(x, factor, weight, OFFSET: tl.constexpr, dtype: tl.constexpr):
+    """RMSNorm of channels ``[channels, rows]`` of a head, given the factor of each row; rounds where the reference rounds."""
+    y = x * factor[None, :]
+    weight = weight.to(tl.float32)[:, None]
+    y = y * (1.0 + weight) if OFFSET else weight * y.to(dtype).to(tl.float32)
+    return y.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _place_heads(
+    low, high, head, channel, row, in_rows, bias, places, norms,
+    DIM: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Epilogue of some channels of a head, ``low [channels, rows]``, and of those that they rotate with, ``high``, half a head further on.
+
+    Queries go to ``out [rows, queries, DIM]``, keys and values to the slot of each row in the pool, ``cell``, as
+    :mod:`graphspec.kernels.attention.rope_kv_write` puts them. Rounds where the product and that op round. A norm needs all channels.
+    """
+    cos, sin, cell, out, pool, queries, groups, pool_slots = places
+    query_norm, key_norm, eps = norms
+    HALF: tl.constexpr = DIM // 2
+    if bias is not None:
+        low += tl.load(bias + head * DIM + channel).to(tl.float32)[:, None]
+        high += tl.load(bias + head * DIM + HALF + channel).to(tl.float32)[:, None]
+    low, high = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
+    if head < queries + groups:
+        if NORM:
+            weight = query_norm
+            if head >= queries:
+                weight = key_norm
+            total = tl.sum(low * low, 0) + tl.sum(high * high, 0)
+            factor = 1.0 / tl.sqrt(total / DIM + eps)
+            low = _head_norm(low, factor, tl.load(weight + channel), OFFSET, dtype)
+            high = _head_norm(high, factor, tl.load(weight + HALF + channel), OFFSET, dtype)
+        turned = low * cos - high * sin
+        high = high * cos + low * sin
+        low = turned
+    if head < queries:
+        at = out + (row.to(tl.int64) * queries + head)[None, :] * DIM + channel[:, None]
+        tl.store(at, low.to(dtype), mask=in_rows[None, :])
+        tl.store(at + HALF, high.to(dtype), mask=in_rows[None, :])
+    else:
+        is_value = head >= queries + groups
+        own = head - queries - tl.where(is_value, groups, 0)
+        slot = tl.where(is_value, pool_slots, 0).to(tl.int64) + cell
+        at = pool + (slot * groups + own)[None, :] * DIM + channel[:, None]
+        kept: tl.constexpr = pool.dtype.element_ty
+        tl.store(at, low.to(dtype).to(kept), mask=in_rows[None, :])
+        tl.store(at + HALF, high.to(dtype).to(kept), mask=in_rows[None, :])
+
+
+@triton.jit
+def _halves(acc, PAIRS: tl.constexpr, TILE_M: tl.constexpr):
+    """A tile whose first rows are channels of a head, and whose others are those that they rotate with."""
+    return tl.split(tl.permute(tl.reshape(acc, [2, PAIRS, TILE_M]), (1, 2, 0)))
+
+
+@triton.jit
 def _row_squares(x, squares, inputs, inner, x_outer, x_inner, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One program per row: its sum of squares, in an order that depends only on the length of the row."""
     if PDL:
@@ -118,12 +185,14 @@ def _linear_work(launch: Launch, at: Situation) -> Work:
     weight = values["weight"]
     channels, item = values["inputs"], values["x"].element_size()
     held = sum(values[name].nbytes for name in _FIELDS if values[name] is not None)
-    cut = values["SPLITS"] > 1
+    # Parts of one tile, or of one head, which one program puts together.
+    joined = max(values["TILE_O"], values["DIM"]) if values["HEAD_NORM"] else values["TILE_O"]
+    cut = values["SPLITS"] * joined > values["TILE_O"]
     rows = values["rows"]
     halves = 2 if values["GATED"] else 1
     # Codes may have less than a byte.
     tile = (values["TILE_O"] * halves * weight[0].nbytes / channels + values["TILE_M"] * item) * values["TILE_K"]
-    part = values["SPLITS"] * values["TILE_O"] * halves * min(rows, values["TILE_M"]) * 4 if cut else 0
+    part = values["SPLITS"] * joined * halves * min(rows, values["TILE_M"]) * 4 if cut else 0
     logits = 4 * rows * weight.shape[0] if values["out"].element_size() == 4 and item < 4 else 0
     # The inputs of the norm's factors arrive together with the first weights, which are on their way to the cache while the kernel before
     # still runs.
@@ -133,7 +202,8 @@ def _linear_work(launch: Launch, at: Situation) -> Work:
         programs=launch.programs,
         in_flight=(launch.num_stages - 1) * tile,
         memory=0 if ahead else 1,
-        cache=(ARRIVAL if cut else 1) + ahead,
+        # Where a head's rows turn and go is looked up, two loads one after the other, while parts are on their way.
+        cache=(ARRIVAL if cut else 3 if values["DIM"] else 1) + ahead,
         alone=part,
         flops=2 * rows * weight.shape[0] * channels,
     )
@@ -149,14 +219,16 @@ def _dequantise_work(launch: Launch, at: Situation) -> Work:
 @triton.jit
 def _linear(
     x, weight, scales, super_scales, zeros, minimums, super_minimums, group_of, bias, norm_weight, squares, residual, out, sums,
-    partial, semaphore,
-    eps, begin, rows, inner, outputs, inputs, columns, super_columns, super_minimum_columns, square_parts,
+    partial, semaphore, rope, rope_row, pool, table, slot, valid, query_norm, key_norm,
+    eps, head_eps, begin, rows, inner, outputs, inputs, columns, super_columns, super_minimum_columns, square_parts,
     x_outer, x_inner, weight_o, to_up, residual_outer, residual_inner,
+    queries, groups, table_columns, page_size, pages, rope_rows, row_b, row_t, table_b, slot_b, slot_t, valid_b, valid_t,
     CODE: tl.constexpr, FLOAT8: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr, SUPER_MINIMUM: tl.constexpr,
     DIVIDES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_O: tl.constexpr, TILE_K: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
     SCAN_M: tl.constexpr, SCAN_K: tl.constexpr, SCANS: tl.constexpr, PARTS: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr,
-    PREFETCH: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
+    PREFETCH: tl.constexpr, LINE: tl.constexpr,
+    DIM: tl.constexpr, HEAD_NORM: tl.constexpr, HEAD_OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: ``TILE_O`` outputs (of gate and of up, if gated) of ``TILE_M`` rows, over one of ``SPLITS`` ranges of the inputs.
 
@@ -166,6 +238,10 @@ def _linear(
 
     With ``CODE``, ``weight`` has codes, and the arguments after it are what :func:`~._packed.fields_from` takes. Every tile becomes what a
     weight of numbers has there, and so the sums are the same to the bit.
+
+    With ``DIM``, outputs are heads of queries, keys and values of ``DIM`` channels, and a program has channels of one head that rotate with
+    each other: ``TILE_O / 2`` of its first half, then theirs of the second. See :func:`_place_heads`. With a norm of heads, the last
+    program of a head has all of it.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     PAIR: tl.constexpr = pair(CODE)
@@ -179,6 +255,11 @@ def _linear(
     end = tl.minimum(first + steps * TILE_K, inputs)
 
     output = tile * TILE_O + tl.arange(0, TILE_O)
+    if DIM > 0:
+        PAIRS: tl.constexpr = TILE_O // 2
+        OF_HEAD: tl.constexpr = DIM // TILE_O
+        inner_output = tl.arange(0, TILE_O)
+        output = tile // OF_HEAD * DIM + tile % OF_HEAD * PAIRS + inner_output // PAIRS * (DIM // 2) + inner_output % PAIRS
     # Outputs past the end repeat the last one; they are not stored.
     weight_row = tl.minimum(output, outputs - 1).to(tl.int64)
     weight_at = weight + weight_row[:, None] * weight_o
@@ -257,6 +338,22 @@ def _linear(
                 up_entries = fields_from(up_entries, fields, weight_row + outputs, start + TILE_K, GROUP, SUPER, SUPER_MINIMUM, TILE_K)
             up = tl.dot(rows_of_weight, narrow, up, input_precision="ieee")
 
+    if DIM > 0:
+        # Before the parts of a split are waited for.
+        lane_at, token = (row // inner).to(tl.int64), row % inner
+        angle = tl.load(rope_row + lane_at * row_b + token * row_t, mask=in_rows, other=0)
+        place = tl.load(slot + lane_at * slot_b + token * slot_t, mask=in_rows, other=0)
+        counts = tl.load(valid + lane_at * valid_b + token * valid_t, mask=in_rows, other=0) != 0
+        place = tl.minimum(tl.maximum(place, 0), table_columns * page_size - 1)
+        page = tl.load(table + lane_at * table_b + place // page_size, mask=in_rows, other=0).to(tl.int64)
+        cell = tl.where(counts, page, 0) * page_size + place % page_size
+        channel_of_pair = tl.arange(0, DIM // 2) if HEAD_NORM else tile % OF_HEAD * PAIRS + tl.arange(0, PAIRS)
+        turn_at = rope + (tl.minimum(tl.maximum(angle, 0), rope_rows - 1) * DIM)[None, :] + channel_of_pair[:, None]
+        cos = tl.load(turn_at, mask=in_rows[None, :], other=0.0).to(dtype).to(tl.float32)
+        sin = tl.load(turn_at + DIM // 2, mask=in_rows[None, :], other=0.0).to(dtype).to(tl.float32)
+        places = (cos, sin, cell, out, pool, queries, groups, pages * page_size)
+        norms = (query_norm, key_norm, head_eps)
+        head = tile // OF_HEAD
     residual_at = None
     if residual is not None:
         residual_row = (row // inner).to(tl.int64) * residual_outer + (row % inner).to(tl.int64) * residual_inner
@@ -264,26 +361,38 @@ def _linear(
     sums_at = None
     if sums is not None:
         sums_at = sums + row.to(tl.int64) * tl.cdiv(outputs, TILE_O) + tile
-    if SPLITS == 1:
-        _finish(acc, up, output, row, in_rows, bias, residual_at, out, outputs, sums_at, GATED, dtype)
+    JOINED: tl.constexpr = DIM // TILE_O if HEAD_NORM else 1
+    if SPLITS * JOINED == 1:
+        if DIM > 0:
+            low, high = _halves(acc, PAIRS, TILE_M)
+            _place_heads(low, high, head, channel_of_pair, row, in_rows, bias, places, norms, DIM, HEAD_NORM, HEAD_OFFSET, dtype)
+        else:
+            _finish(acc, up, output, row, in_rows, bias, residual_at, out, outputs, sums_at, GATED, dtype)
     else:
         keep = (output < outputs)[:, None] & in_rows[None, :]
         halves: tl.constexpr = 2 if GATED else 1
-        part_at = partial + lane.to(tl.int64)[None, :] * (halves * outputs) + output[:, None]
+        lane_part = partial + lane.to(tl.int64)[None, :] * (halves * outputs)
+        part_at = lane_part + output[:, None]
         stride = rows * halves * outputs
         own_part_at = part_at + split.to(tl.int64) * stride
         tl.store(own_part_at, acc, mask=keep)
         if GATED:
             tl.store(own_part_at + outputs, up, mask=keep)
-        if arrive(semaphore + tile * tiles_m + tile_m, SPLITS):
-            acc = tl.load(part_at, mask=keep, other=0.0, cache_modifier=".cg")
-            for other in tl.static_range(1, SPLITS):
-                acc += tl.load(part_at + other * stride, mask=keep, other=0.0, cache_modifier=".cg")
-            if GATED:
-                up = tl.load(part_at + outputs, mask=keep, other=0.0, cache_modifier=".cg")
-                for other in tl.static_range(1, SPLITS):
-                    up += tl.load(part_at + other * stride + outputs, mask=keep, other=0.0, cache_modifier=".cg")
-            _finish(acc, up, output, row, in_rows, bias, residual_at, out, outputs, sums_at, GATED, dtype)
+        if arrive(semaphore + tile // JOINED * tiles_m + tile_m, SPLITS * JOINED):
+            if HEAD_NORM:
+                low_at = lane_part + (head * DIM + channel_of_pair)[:, None]
+                low = _sum_of_parts(low_at, stride, in_rows[None, :], SPLITS)
+                high = _sum_of_parts(low_at + DIM // 2, stride, in_rows[None, :], SPLITS)
+                _place_heads(low, high, head, channel_of_pair, row, in_rows, bias, places, norms, DIM, HEAD_NORM, HEAD_OFFSET, dtype)
+            else:
+                acc = _sum_of_parts(part_at, stride, keep, SPLITS)
+                if GATED:
+                    up = _sum_of_parts(part_at + outputs, stride, keep, SPLITS)
+                if DIM > 0:
+                    low, high = _halves(acc, PAIRS, TILE_M)
+                    _place_heads(low, high, head, channel_of_pair, row, in_rows, bias, places, norms, DIM, HEAD_NORM, HEAD_OFFSET, dtype)
+                else:
+                    _finish(acc, up, output, row, in_rows, bias, residual_at, out, outputs, sums_at, GATED, dtype)
 
 
 @works(_dequantise_work)

@@ -128,6 +128,35 @@ def _two_leading(x: Tensor) -> Tensor:
     return x.reshape(1, -1, x.shape[-1])
 
 
+class Heads(NamedTuple):
+    """Where the kernel puts projected queries, keys and values; arguments of :mod:`graphspec.kernels.attention.rope_kv_write`."""
+
+    rope_LD: Tensor
+    rope_row_BT: Tensor
+    kv_pool: Tensor
+    layer: int
+    table_BP: Tensor
+    slot_BT: Tensor
+    valid_BT: Tensor
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    norm_eps: float = 0.0
+    norm_offset: bool = False
+
+    def queries(self, outputs: int) -> int:
+        """Heads of queries, if all heads have ``outputs`` channels."""
+        return outputs // self.kv_pool.shape[5] - 2 * self.kv_pool.shape[4]
+
+    def arguments(self, outputs: int) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
+        """Tensors and numbers of a launch. The pool is that of the layer: its number would be compiled into the kernel."""
+        _, _, pages, page_size, groups, _ = self.kv_pool.shape
+        pool, norms = self.kv_pool[self.layer], (self.query_norm, self.key_norm)
+        tensors = (self.rope_LD, self.rope_row_BT, pool, self.table_BP, self.slot_BT, self.valid_BT, *norms)
+        numbers = (self.queries(outputs), groups, self.table_BP.shape[1], page_size, pages, self.rope_LD.shape[0])
+        strides = (*self.rope_row_BT.stride(), self.table_BP.stride(0), *self.slot_BT.stride(), *self.valid_BT.stride())
+        return tensors, (*numbers, *strides)
+
+
 def _used(shape: LinearShape, config: Sequence[int] | None) -> LinearConfig:
     return (fast_config(shape) or invariant_config(shape)) if config is None else decoded(config)
 
@@ -135,12 +164,15 @@ def _used(shape: LinearShape, config: Sequence[int] | None) -> LinearConfig:
 def multiplied(
     x: Tensor, weight: Tensor | Packed, bias: Tensor | None, norm_weight: Tensor | None, norm_eps: float, norm_offset: bool,
     residual: Tensor | None, gated: bool, float32: bool, squares: Tensor | None, config: Sequence[int] | None, summed: bool,
+    heads: Heads | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Run one call: the result and, if ``summed``, the sums of squares of each row's tiles."""
+    """Run one call: the result and, if ``summed``, the sums of squares of each row's tiles. With ``heads`` the result is the queries."""
     _check(x, weight, gated)
     shape = shape_of(x, weight, bias, norm_weight, residual, gated, float32, squares)
     use, held = _used(shape, config), stored(weight)
-    out = torch.empty((*x.shape[:-1], shape.width), dtype=torch.float32 if float32 else x.dtype, device=x.device)
+    dim, normed = (0, False) if heads is None else (heads.kv_pool.shape[5], heads.query_norm is not None)
+    width = shape.width if heads is None else heads.queries(shape.outputs) * dim
+    out = torch.empty((*x.shape[:-1], width), dtype=torch.float32 if float32 else x.dtype, device=x.device)
     _check_parts(shape, out, x.dtype, squares, bias=bias, norm_weight=norm_weight, residual=residual)
     tiles = triton.cdiv(shape.width, use.tile_outputs)
     sums = torch.empty((*x.shape[:-1], tiles), dtype=torch.float32, device=x.device) if summed else None
@@ -158,25 +190,30 @@ def multiplied(
         block = min(triton.next_power_of_2(shape.inputs), SQUARES_BLOCK)
         launch(_row_squares, (shape.rows,), source, squares, shape.inputs, inner, *source.stride()[:2], BLOCK=block, num_warps=4)
     parts = 0 if squares is None else squares.shape[-1]
+    places, numbers = ((None,) * 8, (0,) * 13) if heads is None else heads.arguments(shape.outputs)
+    head_eps, head_offset = (0.0, False) if heads is None else (heads.norm_eps, heads.norm_offset)
     line = LINE_BYTES // held.rows.element_size()
     prefetch = min(PREFETCHED_BYTES // LINE_BYTES // (use.tile_outputs * (2 if gated else 1)), held.rows.shape[1] // use.splits // line)
     scan = min(SCAN_BLOCK // max(scanned, 1), triton.next_power_of_2(shape.inputs))
-    limit = LAUNCH_ROWS if use.splits > 1 else shape.rows
+    # A norm of a head needs its tiles, which are parts too.
+    cut = use.splits * (max(dim // use.tile_outputs, 1) if normed else 1) > 1
+    limit = LAUNCH_ROWS if cut else shape.rows
     partial = semaphore = None
-    if use.splits > 1:
+    if cut:
         partial = torch.empty((use.splits, min(shape.rows, limit), shape.outputs), dtype=torch.float32, device=x.device)
         semaphore = semaphores(x.device, tiles * triton.cdiv(min(shape.rows, limit), use.tile_rows))
     for begin in range(0, shape.rows, limit):
         rows = min(limit, shape.rows - begin)
         launch(
             _linear, (triton.cdiv(rows, use.tile_rows) * tiles * use.splits,),
-            source, held.rows, *held.fields, bias, norm_weight, squares, added, out, sums, partial, semaphore,
-            norm_eps, begin, rows, inner, shape.width, shape.inputs, *held.columns, parts, *source.stride()[:2],
-            held.rows.stride(0), held.rows.stride(0) * shape.width, *((0, 0) if added is None else added.stride()[:2]),
+            source, held.rows, *held.fields, bias, norm_weight, squares, added, out, sums, partial, semaphore, *places,
+            norm_eps, head_eps, begin, rows, inner, shape.width, shape.inputs, *held.columns, parts, *source.stride()[:2],
+            held.rows.stride(0), held.rows.stride(0) * shape.width, *((0, 0) if added is None else added.stride()[:2]), *numbers,
             **held.options, TILE_M=use.tile_rows, TILE_O=use.tile_outputs, TILE_K=use.tile_inputs, SPLITS=use.splits,
             EVEN=shape.inputs % use.tile_inputs == 0, SCAN_M=scanned,
             SCAN_K=scan, SCANS=triton.cdiv(shape.inputs, scan) if scanned else 0, PARTS=triton.next_power_of_2(max(parts, 1)),
-            OFFSET=norm_offset, GATED=gated, PREFETCH=1 << max(prefetch, 1).bit_length() - 1, LINE=line,
+            OFFSET=norm_offset, GATED=gated, PREFETCH=1 << max(prefetch, 1).bit_length() - 1, LINE=line, DIM=dim,
+            HEAD_NORM=normed, HEAD_OFFSET=head_offset,
             num_warps=use.warps, num_stages=use.stages,
         )  # fmt: skip
     return out, sums
