@@ -170,6 +170,10 @@ def select_kernels(
         from .native.cycle import NativeKernels
 
         return NativeKernels(**ops)
+    if mode == "fused":
+        from .fused.kernels import FusedKernels
+
+        return FusedKernels(**ops)
     return KernelSet(**ops)
 
 

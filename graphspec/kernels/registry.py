@@ -101,6 +101,13 @@ class KernelSet(_Callables):
         carried_BKH = hidden_BEH.gather(1, source_BK[..., None].expand(-1, -1, hidden_BEH.shape[-1]))
         return carried_BKH.masked_fill(~valid_BK[..., None], 0)
 
+    def stored(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The same values, computed once: for what many ops of a pass read, such as the slots of its tokens.
+
+        Where ops are opaque to the compiler it would otherwise compute them anew, in a launch of its own, for every op.
+        """
+        return tensors
+
     def sampled_positions(self, lane_row_B: Tensor, seq_len_R: Tensor, depth_BN: Tensor) -> Tensor:
         """The position whose token is sampled at each node: ``seq_len + 1 + depth``, int64 ``[B, N]``; all arguments int64."""
         return seq_len_R[lane_row_B][:, None] + 1 + depth_BN

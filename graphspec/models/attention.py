@@ -123,11 +123,6 @@ class Attention(Protocol):
         ...
 
 
-def _within(begin_BT: Tensor, position_BT: Tensor, window_left: int | None) -> Tensor:
-    """First slot each query sees. Windows count positions, and position 0 lies in slot ``begin`` (1 for a draft that skips a token)."""
-    return begin_BT if window_left is None else begin_BT + (position_BT - window_left + 1).clamp(min=0)
-
-
 class PagedAttention:
     """Attention over KV that lies in pages: writes that of the query tokens, then attends by :meth:`read` or :meth:`_attend_latent`.
 
@@ -144,6 +139,19 @@ class PagedAttention:
     """Logical slot each token's KV is written to, int64."""
     position_BT: Tensor
     valid_BT: Tensor
+    begin_BT: Tensor
+    """First slot each query may see where a layer has no sliding window, int64: that of position 0."""
+    begins: dict[int, Tensor]
+    """The same where it has one, by the window's size."""
+
+    def begin(self, window_left: int | None) -> Tensor:
+        """First slot each query sees. Windows count positions; position 0 lies in slot ``begin_BT``, 1 for a draft that skips a token."""
+        if window_left is None:
+            return self.begin_BT
+        if window_left not in self.begins:
+            begin_BT = self.begin_BT + (self.position_BT - window_left + 1).clamp(min=0)
+            (self.begins[window_left],) = self.kernels.stored(begin_BT)
+        return self.begins[window_left]
 
     def visibility(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """What each query sees without a sliding window: the first slot, that of position 0, int64 ``[B, T]``; then the prefix's end and
@@ -199,7 +207,6 @@ class TreeAttention(PagedAttention):
     valid_BT: Tensor
     slot_BT: Tensor
     begin_BT: Tensor
-    """First slot each query may see where a layer has no sliding window, int64: that of position 0."""
     prefix_end_B: Tensor
     ancestors_BTX: Tensor
     """Bit j of a query's words: it sees slot ``prefix_end + j``; its own bit included."""
@@ -210,6 +217,7 @@ class TreeAttention(PagedAttention):
     recurrence: Recurrence | None = None
     further_pools: tuple[Tensor, ...] = ()
     """Pools of the network's layers whose heads have another shape."""
+    begins: dict[int, Tensor] = field(default_factory=dict)
 
     def over(self, pool: int) -> TreeAttention:
         return TreeAttention(
@@ -227,9 +235,8 @@ class TreeAttention(PagedAttention):
     def read(self, layer: int, query_BTQD: Tensor, scale: float, window_left: int | None, weighing: Weighing = SOFTMAX) -> Tensor:
         if self.own_window is not None and window_left is None and weighing == SOFTMAX:
             return self.own_window(query_BTQD, self.kv_pool, layer, scale)
-        begin_BT = _within(self.begin_BT, self.position_BT, window_left)
         return self.kernels.tree_attention(
-            query_BTQD, self.kv_pool, layer, self.table_BP, begin_BT, self.prefix_end_B, self.ancestors_BTX, scale, *weighing
+            query_BTQD, self.kv_pool, layer, self.table_BP, self.begin(window_left), self.prefix_end_B, self.ancestors_BTX, scale, *weighing
         )
 
     def _attend_latent(self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, scale: float) -> Tensor:
@@ -252,35 +259,35 @@ class ChunkAttention(PagedAttention):
     rope_length_BT: Tensor
     valid_BT: Tensor
     slot_BT: Tensor
-    prefix_begin: int
+    begin_BT: Tensor
     bound: Mapping[int | None, BoundCall] = field(default_factory=dict)
     """The same attention by kernels with a host step, by the sliding window of a layer."""
     recurrence: Recurrence | None = None
     further_pools: tuple[Tensor, ...] = ()
     """See :class:`TreeAttention`."""
+    begins: dict[int, Tensor] = field(default_factory=dict)
 
     def over(self, pool: int) -> ChunkAttention:
         return ChunkAttention(
             self.kernels, self.further_pools[pool - 1], self.table_BP, self.position_BT, self.rope_length_BT, self.valid_BT, self.slot_BT,
-            self.prefix_begin,
+            self.begin_BT,
         )  # fmt: skip
 
     def visibility(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return torch.full_like(self.position_BT, self.prefix_begin), None, None
+        return self.begin_BT, None, None
 
     def read(self, layer: int, query_BTQD: Tensor, scale: float, window_left: int | None, weighing: Weighing = SOFTMAX) -> Tensor:
         if window_left in self.bound:
             return self.bound[window_left].chunk(query_BTQD, self.kv_pool, layer, self.valid_BT, scale)
-        begin_BT = _within(self.visibility()[0], self.position_BT, window_left)
         return self.kernels.chunk_attention(
-            query_BTQD, self.kv_pool, layer, self.table_BP, begin_BT, self.slot_BT, self.valid_BT, scale, *weighing
+            query_BTQD, self.kv_pool, layer, self.table_BP, self.begin(window_left), self.slot_BT, self.valid_BT, scale, *weighing
         )
 
     def _attend_latent(self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, scale: float) -> Tensor:
         if None in self.bound:
             return self.bound[None].latent(query_latent_BTQL, query_rope_BTQR, self.kv_pool, layer, self.valid_BT, scale)
         return self.kernels.latent_chunk_attention(
-            query_latent_BTQL, query_rope_BTQR, self.kv_pool, layer, self.table_BP, self.visibility()[0], self.slot_BT, self.valid_BT, scale
+            query_latent_BTQL, query_rope_BTQR, self.kv_pool, layer, self.table_BP, self.begin_BT, self.slot_BT, self.valid_BT, scale
         )
 
 

@@ -18,13 +18,14 @@ import torch
 from graphspec.facts import RecurrentFacts
 from graphspec.facts.hybrid_families import NEMOTRON_H, QWEN3_5
 from graphspec.facts.recurrent import SsmFacts
+from graphspec.graphs.programs import compiled_parts
 from graphspec.graphs.stages.verify import Verify
 from graphspec.shapes import GREEDY, SAMPLED, CycleShape, SamplingClass
 from perf.counts import GUARD, differences, launch_figures
 from perf.none_cost import plain_step
 from tests.support.codegen import Launches, launches_of
 from tests.support.launches import OperatorCall, operator_calls
-from tests.support.shapes_8b import fake_cycle
+from tests.support.shapes_8b import fake_cycle, run_stages
 
 pytestmark = pytest.mark.kernels
 
@@ -199,6 +200,23 @@ def test_the_guard_holds_these_counts(tree: Launches, plain: Launches, deeper: L
     recorded = json.loads(GUARD.read_text(encoding="utf-8"))["launches"]
     found = differences("launches", recorded, launch_figures(len(tree), len(plain), len(deeper)))
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(("tokens", "layers", "whole"), [(16, 10, 188), (256, 19, 327)])
+def test_launches_of_a_prompts_chunk(tokens: int, layers: int, whole: int) -> None:
+    """Two layers' and those of 32. What all layers read of a token, as its slot, is computed once; no argument is copied whole.
+
+    Above 64 rows norms and gates are launches of their own, and now and then one adds to the residual stream.
+    """
+    found = []
+    for depth in (7, 7, 9):  # the first compilation of a process makes two kernels more
+        with fake_cycle(TREE, depth) as cycle:
+            parts = [run_stages(part, cycle.views) for part in compiled_parts(cycle.prefill(tokens))]
+            found.append(launches_of(*parts))
+    _, few, many = found
+    assert len(many) - len(few) == layers
+    assert len(few) + 25 * layers // 2 == whole
+    assert few.copied_arguments == many.copied_arguments == []
 
 
 def test_sampling_adds_no_copy_of_the_vocabulary(tree: Launches) -> None:

@@ -129,7 +129,7 @@ class Scene:
             "position_BT": self.position, "valid_BT": self.valid, "slot_BT": self.slot,
         }  # fmt: skip
         if self.words is None:
-            return ChunkAttention(**shared, rope_length_BT=self.position + 1, prefix_begin=self.shift)
+            return ChunkAttention(**shared, rope_length_BT=self.position + 1, begin_BT=self.begin)
         return TreeAttention(**shared, begin_BT=self.begin, prefix_end_B=self.end, ancestors_BTX=self.words)
 
     def rows(self, lane: int, *tokens: int) -> Scene:

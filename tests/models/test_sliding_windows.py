@@ -28,7 +28,7 @@ def seen(shift: int, tree: bool) -> Tensor:
     key, value = torch.zeros(1, LENGTH, 1, 16), torch.eye(LENGTH, 16)[None, :, None]
     arguments = (0, torch.zeros(1, LENGTH, 1, 16), key, value, HeadTransform(rotation), 1.0, WINDOW)
     if not tree:
-        chunk = ChunkAttention(kernels, pool, table, position, position + 1, valid, position + shift, shift)
+        chunk = ChunkAttention(kernels, pool, table, position, position + 1, valid, position + shift, torch.full_like(position, shift))
         return chunk(*arguments)[0].view(LENGTH, 16)[:, :LENGTH] > 0
     # As in a cycle: what a query may see lies before it, and its own slot is the window's.
     rows = []

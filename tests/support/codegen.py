@@ -154,6 +154,13 @@ class Launches:
         bodies = "".join(text.partition("def get_args")[0] for text in self.code.split("def call(")[1:])
         return sorted(sign for sign in HOST_SIGNS if re.search(sign, bodies))
 
+    @property
+    def copied_arguments(self) -> list[str]:
+        """Arguments that the program copies whole before an operator writes them, because something reads what they were after it."""
+        copied = re.findall(r"%(as_strided_default\w*) : [^\n]*as_strided\.default\]\(args = \(%(\w+),", self.code)
+        cloned = set(re.findall(r"aten\.clone\.default\]\(args = \(%(\w+),\)", self.code))
+        return sorted({argument for name, argument in copied if name in cloned})
+
 
 HOST_SIGNS = (
     r"\.item\(", r"aten\.index\.Tensor", r"aten\.nonzero\.", r"masked_select", r"\bu\d+ = ", r"\.copy_\(", r"device='cpu'",

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from graphspec.config.schema import Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.drafters.dflash.facts import DFlashFacts
 from graphspec.facts import DraftFacts, ModelFacts, RopeFacts
-from graphspec.graphs.programs import compiled_parts, program_stages
+from graphspec.graphs.programs import PrefillKey, compiled_parts, program_stages
 from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.graphs.stages.stage import Stage
 from graphspec.kernels import select_kernels
@@ -42,6 +42,8 @@ class FakeCycle:
     plan: Plan
     stages: list[Stage]
     views: Views
+    prefill: Callable[[int], list[Stage]]
+    """The stages of a chunk of so many tokens."""
 
     def program(self) -> Callable[[], None]:
         """All stages, as one launch runs them."""
@@ -119,4 +121,9 @@ def fake_cycle(
         arena.allocate(sampling)
         key = plan.graph_keys(sampling)[0]
         stages = program_stages(plan, kernels, networks[0], networks[1] if speculates else None, key)
-        yield FakeCycle(plan, stages, arena.views(lanes))
+        draft = networks[1] if speculates else None
+
+        def prefill(chunk: int) -> list[Stage]:
+            return program_stages(plan, kernels, networks[0], draft, PrefillKey(chunk, sampling, lanes))
+
+        yield FakeCycle(plan, stages, arena.views(lanes), prefill)

@@ -87,22 +87,12 @@ class Prefill(Stage):
         if self.states:
             exact = self.plan.numerics == "batch_invariant"
             recurrence = RunRecurrence(self.kernels, v.take(RecurrentStates), row_B, length_B, parts.start_B == 0, exact)
-        hidden_BCH, taps_BCF = self.target(
-            token_BC,
-            ChunkAttention(
-                self.kernels,
-                v.target_kv,
-                table_BP,
-                slot_BC,
-                rope_length_BC,
-                valid_BC,
-                slot_BC,
-                0,
-                self.bound,
-                recurrence,
-                v.several(self.pools[1:]),
-            ),
-        )
+        table_BP, slot_BC, valid_BC, begin_BC = self.kernels.stored(table_BP, slot_BC, valid_BC, torch.zeros_like(slot_BC))
+        attention = ChunkAttention(
+            self.kernels, v.target_kv, table_BP, slot_BC, rope_length_BC, valid_BC, slot_BC, begin_BC, self.bound, recurrence,
+            v.several(self.pools[1:]),
+        )  # fmt: skip
+        hidden_BCH, taps_BCF = self.target(token_BC, attention)
         if self.sampling.prompt_logprobs:
             write_prompt_logprobs(v, self.target, self.scores, v.cycle_1 % self.plan.ring_depth, hidden_BCH, token_BC, length_B)
         if self.draft is not None:
@@ -250,10 +240,12 @@ class DraftPrefill:
         if self.plan.keeps_page_features:
             takes_over_B = (chunk.shared_B > 0) & (chunk.start_B == chunk.shared_B)
             first_B1F = torch.where(takes_over_B[:, None, None], page_feature(v, chunk.table_BP, chunk.shared_B), first_B1F)
-            size = self.plan.page_size
-            self.kernels.page_feature_write(v.page_feature, size, chunk.table_BP, chunk.start_B, chunk.length_B, feature_BCF)
         self.write(v, chunk, torch.cat([first_B1F, feature_BCF[:, :-1]], 1))
         self.carry(v, chunk, feature_BCF)
+        if self.plan.keeps_page_features:
+            # After what was read of the pages is used: Inductor moves a read to its use, and would copy all pages if they had been written.
+            size = self.plan.page_size
+            self.kernels.page_feature_write(v.page_feature, size, chunk.table_BP, chunk.start_B, chunk.length_B, feature_BCF)
 
     def carry(self, v: Views, chunk: ChunkRows, feature_BCF: Tensor) -> None:
         """Leave the feature of the chunk's last token to the row that consumes the token after it."""
@@ -271,7 +263,9 @@ class DraftPrefill:
     def attention(self, v: Views, chunk: ChunkRows, valid_BT: Tensor, slot_BT: Tensor, rope_length_BT: Tensor) -> ChunkAttention:
         """Attention of rows ``[B, T]`` over the row's draft KV."""
         pool, *further_pools = v.several(self.pools)
+        begin_BT = torch.full_like(slot_BT, self.shift)
+        position_BT, valid_BT, slot_BT, begin_BT = self.kernels.stored(slot_BT - self.shift, valid_BT, slot_BT, begin_BT)
         return ChunkAttention(
-            self.kernels, pool, chunk.table_BP, slot_BT - self.shift, rope_length_BT - self.shift, valid_BT, slot_BT, self.shift,
-            self.bound, further_pools=tuple(further_pools),
+            self.kernels, pool, chunk.table_BP, position_BT, rope_length_BT - self.shift, valid_BT, slot_BT, begin_BT, self.bound,
+            further_pools=tuple(further_pools),
         )  # fmt: skip
