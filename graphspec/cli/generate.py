@@ -23,7 +23,6 @@ def run(config: LaunchConfig) -> int:
     if all(request.error for request in requests):
         return print_errors(failures([request.error for request in requests]))
     from ..api.llm import LLM
-    from ..engine.request import sampling_class
     from ..host.progress import progress_bars
 
     served = {i: (request.prompt, request.params) for i, request in enumerate(requests) if request.params is not None}
@@ -36,7 +35,6 @@ def run(config: LaunchConfig) -> int:
     served = {i: request for i, request in served.items() if errors[i] is None}
     prompts, params = [prompt for prompt, _ in served.values()], [params for _, params in served.values()]
     count = sum(param.n for param in params)
-    llm.warm_up(count, sampling=sampling_class(params, llm.plan.sampling_defaults))
     if config.format == "text" and len(requests) == count == 1:
         for event in llm.stream(prompts[0], params[0]):
             print(event.text, end="", flush=True)

@@ -21,7 +21,7 @@ from ..errors import ResourceError
 from ..graphs.cycle import Cycle
 from ..graphs.programs import Key, class_cost, describe_class, prefill_keys
 from ..host.progress import Calls, Display, Progress
-from ..shapes import GREEDY, GraphKey, SamplingClass, pick_bucket
+from ..shapes import GREEDY, GraphKey, SamplingClass, pick_bucket, used_chunks
 from .depth import AdaptiveDepth, DepthPolicy
 from .driver import Call, CallerLeft, Driver, Exclusive, Handle, Outbox, closed
 from .meter import Load
@@ -187,11 +187,19 @@ class Engine:
 
         self.between_steps(take)
 
-    def keys(self, requests: int, sampling: SamplingClass) -> list[Key]:
-        """Programs that this many requests can need: every bucket up to the one they fill, every chunk size, several prompts too."""
+    def keys(self, requests: int, sampling: SamplingClass, tokens: int | None = None) -> list[Key]:
+        """Programs that this many requests can need: every bucket up to the one they fill, every chunk size, several prompts too.
+
+        Args:
+            requests: at a time.
+            sampling: their class.
+            tokens: most that one of them has, output included, since a preempted row reads it again; None: chunks of every size.
+        """
         widest = pick_bucket(self.plan.buckets, min(requests, self.plan.max_rows))
         cycles = [key for key in self.plan.graph_keys(sampling) if key.bucket <= widest]
-        return [*cycles, *(key for key in prefill_keys(self.plan, sampling) if key.lanes == 1 or requests > 1)]
+        sizes = self.plan.prefill_chunks if tokens is None else used_chunks(self.plan.prefill_chunks, tokens)
+        prefills = (key for key in prefill_keys(self.plan, sampling) if key.lanes == 1 or requests > 1)
+        return [*cycles, *(key for key in prefills if key.chunk in sizes)]
 
     def load(self) -> Load:
         """Requests, pages and cycle times at this moment. Thread-safe."""
@@ -320,9 +328,10 @@ class Engine:
             # Used again as soon as no row with a grammar is left.
             needs.append(reduce(or_, others))
         count = len(call.requests) + len(live)
-        self._prepare(count, *(self._cover(count, need) for need in needs))
+        tokens = max((len(request.prompt) + request.budget for request in (*call.requests, *live)), default=0)
+        self._prepare(count, *(self._cover(count, need, tokens) for need in needs), tokens=tokens)
 
-    def _cover(self, requests: int, need: SamplingClass) -> SamplingClass:
+    def _cover(self, requests: int, need: SamplingClass, tokens: int) -> SamplingClass:
         """The cheapest class that covers ``need`` and has programs; ``need`` itself if it is configured, or if no class qualifies.
 
         A class with a grammar is never used for requests without one: its cycles wait for the host.
@@ -331,14 +340,14 @@ class Engine:
             return need
 
         def ready(sampling: SamplingClass) -> bool:
-            return all(self.cycle.prepared(key) or key in self.cycle.dropped for key in self.keys(requests, sampling))
+            return all(self.cycle.prepared(key) or key in self.cycle.dropped for key in self.keys(requests, sampling, tokens))
 
         classes = {key.sampling for key in self.cycle.programs}
         covering = (each for each in classes if each | need == each and each.grammar == need.grammar)
         return min(filter(ready, covering), key=class_cost, default=need)
 
-    def _prepare(self, requests: int, *classes: SamplingClass) -> None:
-        keys = [key for sampling in classes for key in self.keys(requests, sampling)]
+    def _prepare(self, requests: int, *classes: SamplingClass, tokens: int | None = None) -> None:
+        keys = [key for sampling in classes for key in self.keys(requests, sampling, tokens)]
         if any(not self.cycle.prepared(key) and key not in self.cycle.dropped for key in keys):
             if self._open:
                 named = "; ".join(map(describe_class, classes))

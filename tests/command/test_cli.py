@@ -68,11 +68,7 @@ class FakeLLM:
     def token_text(self, token):
         return f"<{token}>"
 
-    def warm_up(self, requests=1, *, sampling=False):
-        self.warm = (requests, sampling)
-
     def check(self, prompts, params=None):
-        self.checked = not hasattr(self, "warm")
         return ["prompt: refused early" if "early" in prompt else None for prompt in prompts]
 
     def generate(self, prompts, params, progress=None):

@@ -175,7 +175,7 @@ def lines(path: Path, *rows: object) -> str:
 def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What engines did, in order."""
     done: list[str] = []
-    for name in ("check", "warm_up", "generate"):
+    for name in ("check", "generate"):
         whole = getattr(LLM, name)
 
         def noted(self: LLM, *args: Any, _name: str = name, _whole: Any = whole, **kwargs: Any) -> Any:
@@ -207,7 +207,7 @@ def test_requests_that_fail_alone_leave_the_others(target: Path, tmp_path: Path,
     prompt_file = lines(tmp_path / "prompts.jsonl", "w1 w2", {"prompt": "w1", "logprobs": 1000}, {"prompt": "\ud800"}, "w3")
     code, out, err = run(target, capsys, prompt_file, "format=json")
     outputs = json.loads(out)["outputs"]
-    assert code == 0 and built[:2] == ["check", "warm_up"]
+    assert code == 0 and built[:2] == ["check", "generate"]
     assert [output["finish_reason"] for output in outputs] == ["length", "error", "error", "length"]
     wanted = ids(LLM(target, variant="none", **SMALL).generate(["w1 w2", "w3"], None))
     assert [output["token_ids"] for output in (outputs[0], outputs[3])] == [tokens[:3] for tokens in wanted]

@@ -19,7 +19,7 @@ from graphspec.graphs.memory import GIB, fit_memory, plan_memory
 from graphspec.graphs.programs import PrefillKey
 from graphspec.graphs.stages.mailbox import Chunk, MailLayout, Message
 from graphspec.plan.plan import make_plan
-from graphspec.shapes import CHUNKS, GREEDY, MAX_PADDING, pick_bucket, prefill_chunks
+from graphspec.shapes import CHUNKS, GREEDY, MAX_PADDING, pick_bucket, prefill_chunks, used_chunks
 from tests.graphs.test_capture import make_cycle
 from tests.graphs.test_capture import make_plan as captured_plan
 from tests.support.chunking import chunked
@@ -178,3 +178,26 @@ def test_a_chunk_without_memory_is_left_out(caplog: pytest.LogCaptureFixture) ->
     while scheduler.busy:
         scheduler.step()
     assert len(request.output) == 4
+
+
+def test_a_run_builds_the_chunks_that_its_prompts_can_fill(long_pair: Pair) -> None:
+    """With their output, which a preempted row reads again. A longer one builds the others; tokens are those of an engine that has all."""
+    llm = long_pair.llm(prefill_chunks=[16, 64, 512], max_rows=1, buckets=[1])
+    first = llm.generate([[5] * 20], SamplingParams(max_tokens=8, ignore_eos=True))[0]
+
+    def sizes() -> set[int]:
+        return {key.chunk for key in llm.keys(1, GREEDY) if isinstance(key, PrefillKey) and llm._engine.cycle.prepared(key)}
+
+    assert sizes() == {16, 64}
+    longer = llm.generate([[5] * 260], SamplingParams(max_tokens=8, ignore_eos=True))[0]
+    assert sizes() == {16, 64, 512}
+    warm = long_pair.llm(prefill_chunks=[16, 64, 512], max_rows=1, buckets=[1])
+    warm.warm_up()
+    found = warm.generate([[5] * 20, [5] * 260], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert [output.token_ids for output in found] == [first.token_ids, longer.token_ids]
+
+
+def test_the_smallest_chunk_is_always_built() -> None:
+    assert used_chunks((512, 1024), 20) == (512,)
+    assert used_chunks((16, 64, 256, 1024, 2048), 768) == (16, 64, 256)
+    assert used_chunks((16, 64, 256, 1024, 2048), 769) == (16, 64, 256, 1024)
