@@ -68,6 +68,9 @@ class FakeLLM:
     def token_text(self, token):
         return f"<{token}>"
 
+    def warm_up(self, requests=1, *, sampling=False):
+        pass
+
     def check(self, prompts, params=None):
         return ["prompt: refused early" if "early" in prompt else None for prompt in prompts]
 
