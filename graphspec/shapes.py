@@ -311,11 +311,6 @@ costs more than to read the weights once more.
 """
 
 
-def used_chunks(sizes: tuple[int, ...], tokens: int) -> tuple[int, ...]:
-    """Sizes that prompts of at most so many tokens may be read in, the smallest always among them."""
-    return tuple(size for size in sizes if size == sizes[0] or size - tokens < MAX_PADDING)
-
-
 def prefill_chunks(device: str, max_context: int) -> tuple[int, ...]:
     """Default sizes of prefill chunks: those of the device, without sizes that no prompt fills.
 
@@ -323,7 +318,7 @@ def prefill_chunks(device: str, max_context: int) -> tuple[int, ...]:
         device: ``cpu`` or ``cuda``.
         max_context: tokens a row may have.
     """
-    return used_chunks(CHUNKS[device], max_context)
+    return tuple(size for size in CHUNKS[device] if size - max_context < MAX_PADDING)
 
 
 def prefill_budget(chunks: tuple[int, ...], given: int | None) -> int:

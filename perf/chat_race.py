@@ -8,7 +8,8 @@ over rounds of the ratio to plain decoding. With ``--prompt-tokens`` a rate is p
 Ours must give the tokens of plain decoding; a side that does not has no figure. llama.cpp rounds activations to 8 bits and transformers
 sums in another order, so of theirs the share of prompts with the same tokens is reported.
 
-llama.cpp is ``llama-server`` on the PATH or ``--llama PROGRAM``. It reads the same GGUF file; without one it is left out.
+llama.cpp is ``llama-server`` on the PATH or ``--llama PROGRAM``. It reads the same GGUF file; without one it is left out. Its ``ngram-mod``
+drafts from its answers to earlier requests, so its server starts anew for every round.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ GROUPS = {"chat": ("question", "explain", "story", "numbers", "advice", "list"),
 LONG = "prompts"
 """The group of prompts that are only read."""
 PLAIN = "graphspec, plain"
+WARM_UP_TOKENS = 4
+"""Of a prompt that a server answers after it has forgotten: too few to give an answer that is measured."""
 PAUSE = 0.02
 """Seconds between two sides: threads of the previous one may still be spinning."""
 SHAPES: dict[str, tuple[tuple[tuple[int, int, int], list[int]], ...]] = {
@@ -62,6 +65,7 @@ class Side:
         equal: for every answer, whether its tokens are those of plain decoding.
         length: tokens per cycle of the last answer; None: the side has no cycles.
         lengths: one for every answer.
+        forget: makes it forget earlier answers, for a side that drafts from them; None: it doesn't.
     """
 
     name: str
@@ -72,6 +76,7 @@ class Side:
     equal: list[bool] = field(default_factory=list)
     lengths: list[float] = field(default_factory=list)
     length: Callable[[], float] | None = None
+    forget: Callable[[], None] | None = None
 
     def rates(self, group: str) -> list[float]:
         """Tokens per second in each round."""
@@ -125,6 +130,9 @@ def measure(sides: Sequence[Side], prompts: Sequence[tuple[str, list[int]]], rou
     for number in range(rounds):
         for side in sides:
             side.rounds.append({group: [0.0, 0.0] for group in {group for group, _ in prompts}})
+            if side.forget is not None:
+                side.forget()
+                side.answer(prompts[0][1][:WARM_UP_TOKENS])
         for group, prompt in prompts:
             expected: list[int] | None = None
             # The second round goes backwards: no side always follows the same other one.
@@ -195,7 +203,8 @@ def llama_sides(args: argparse.Namespace, source: Path, open_servers: ExitStack)
             missing[mode.name] = str(reason)
             continue
         open_servers.callback(server.close)
-        sides.append(Side(mode.name, partial(server.answer, max_tokens=args.max_tokens), version=server.version))
+        answer, forget = partial(server.answer, max_tokens=args.max_tokens), server.forget if mode.remembers else None
+        sides.append(Side(mode.name, answer, version=server.version, forget=forget))
     return sides, missing
 
 

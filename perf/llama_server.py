@@ -23,10 +23,15 @@ ANSWER_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """A way to run the server: ``name`` in tables, and options in addition to model, threads and context."""
+    """A way to run the server: ``name`` in tables, and options in addition to model, threads and context.
+
+    Attributes:
+        remembers: it drafts from answers to earlier requests, so that a prompt asked again is no measurement.
+    """
 
     name: str
     options: tuple[str, ...] = ()
+    remembers: bool = False
 
 
 _TYPE = ("--spec-type",)
@@ -34,7 +39,7 @@ MODES = (
     Mode("llama.cpp"),
     Mode("llama.cpp, ngram-simple (3, 6)", (*_TYPE, "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "6")),
     Mode("llama.cpp, ngram-cache", (*_TYPE, "ngram-cache")),
-    Mode("llama.cpp, ngram-mod", (*_TYPE, "ngram-mod")),
+    Mode("llama.cpp, ngram-mod", (*_TYPE, "ngram-mod"), remembers=True),
 )
 
 
@@ -71,15 +76,21 @@ class LlamaServer:
 
     def __init__(self, program: str, model: Path, mode: Mode, threads: int, context: int) -> None:
         self.mode = mode
+        self._program, self._options = program, ("-m", str(model), "-t", str(threads), "-tb", str(threads), "-c", str(context))
+        self._start()
+        self.version = self._version()
+
+    def _start(self) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
         self._errors: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed with the process)
-        command = [program, "-m", str(model), "-t", str(threads), "-tb", str(threads), "-c", str(context), "-np", "1", "--no-webui"]
         # Its libraries lie next to it.
-        environment = {**os.environ, "LD_LIBRARY_PATH": f"{Path(program).resolve().parent}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
+        libraries = f"{Path(self._program).resolve().parent}:{os.environ.get('LD_LIBRARY_PATH', '')}"
+        environment = {**os.environ, "LD_LIBRARY_PATH": libraries}
+        command = [self._program, *self._options, "-np", "1", "--no-webui", "--host", "127.0.0.1", "--port", str(self._port)]
         self._process = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--port", str(self._port), *mode.options],
+            [*command, *self.mode.options],
             stdin=subprocess.DEVNULL, stdout=self._errors, stderr=subprocess.STDOUT, env=environment,
         )  # fmt: skip
         try:
@@ -87,7 +98,11 @@ class LlamaServer:
         except PeerError:
             self.close()
             raise
-        self.version = self._version()
+
+    def forget(self) -> None:
+        """Start anew: nothing of an earlier answer is left."""
+        self.close()
+        self._start()
 
     def answer(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
         """New tokens after a prompt, greedy; nothing of an earlier prompt is reused."""

@@ -21,7 +21,7 @@ from ..errors import ResourceError
 from ..graphs.cycle import Cycle
 from ..graphs.programs import Key, class_cost, describe_class, prefill_keys
 from ..host.progress import Calls, Display, Progress
-from ..shapes import GREEDY, GraphKey, SamplingClass, pick_bucket, used_chunks
+from ..shapes import GREEDY, GraphKey, SamplingClass, pick_bucket
 from .depth import AdaptiveDepth, DepthPolicy
 from .driver import Call, CallerLeft, Driver, Exclusive, Handle, Outbox, closed
 from .meter import Load
@@ -197,9 +197,7 @@ class Engine:
         """
         widest = pick_bucket(self.plan.buckets, min(requests, self.plan.max_rows))
         cycles = [key for key in self.plan.graph_keys(sampling) if key.bucket <= widest]
-        sizes = self.plan.prefill_chunks if tokens is None else used_chunks(self.plan.prefill_chunks, tokens)
-        prefills = (key for key in prefill_keys(self.plan, sampling) if key.lanes == 1 or requests > 1)
-        return [*cycles, *(key for key in prefills if key.chunk in sizes)]
+        return [*cycles, *(key for key in prefill_keys(self.plan, sampling, tokens) if key.lanes == 1 or requests > 1)]
 
     def load(self) -> Load:
         """Requests, pages and cycle times at this moment. Thread-safe."""

@@ -14,7 +14,7 @@ from ..errors import ResourceError
 from ..kernels.registry import KernelSet, Scope
 from ..plan.buffers import Views
 from ..plan.plan import Plan
-from ..shapes import GraphKey, SamplingClass
+from ..shapes import MAX_PADDING, GraphKey, SamplingClass
 from .capture import ProgramCapturer, Signature, signature
 from .compilations import Compilations
 from .stages.acceptance_rules import Accept
@@ -45,9 +45,15 @@ class PrefillKey:
 Key = GraphKey | PrefillKey
 
 
-def prefill_keys(plan: Plan, sampling: SamplingClass) -> tuple[PrefillKey, ...]:
-    """Every prefill program of a class. A prompt whose tokens are scored is read alone."""
-    shapes = (shape for shape in plan.prefill_shapes if shape[0] == 1 or not sampling.prompt_logprobs)
+def prefill_keys(plan: Plan, sampling: SamplingClass, tokens: int | None = None) -> tuple[PrefillKey, ...]:
+    """Every prefill program of a class that prompts of at most ``tokens`` tokens may be read by; None: of any length.
+
+    A prompt whose tokens are scored is read alone. The smallest chunk is always among them.
+    """
+    shapes = [shape for shape in plan.prefill_shapes if shape[0] == 1 or not sampling.prompt_logprobs]
+    if tokens is not None:
+        least = plan.prefill_chunks[0]
+        shapes = [(lanes, chunk) for lanes, chunk in shapes if chunk == least or chunk - tokens < MAX_PADDING]
     return tuple(PrefillKey(chunk, sampling, lanes) for lanes, chunk in shapes)
 
 

@@ -153,9 +153,10 @@ def select_kernels(
 
     ops: dict[str, Any] = {op.name: implementation(op) for op in OPS}
     if "fused" in (mode, *chosen.values()):
-        from .fused.launch import LaunchState, launching
+        from .fused.launch import STORED, LaunchState, launching
 
         ops["scope"] = partial(launching, LaunchState(programmatic_launch))
+        ops["stored"] = STORED
     if mode == chosen["linear"] == "fused":
         from .linear.fused.linear_kv_write import fused_linear_kv_write
 
@@ -170,10 +171,6 @@ def select_kernels(
         from .native.cycle import NativeKernels
 
         return NativeKernels(**ops)
-    if mode == "fused":
-        from .fused.kernels import FusedKernels
-
-        return FusedKernels(**ops)
     return KernelSet(**ops)
 
 

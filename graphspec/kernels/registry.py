@@ -60,6 +60,9 @@ class KernelSet(_Callables):
     scope: Scope | None = field(default=None, kw_only=True)
     """A context that every program of the engine runs and is captured in: its launches share what no other engine's may touch. None: they
     share nothing."""
+    stored: Callable[[Sequence[Tensor]], Sequence[Tensor]] = field(default=tuple, kw_only=True)
+    """The same values, computed once: for what many ops of a pass read, such as the slots of its tokens. The compiler would compute them
+    anew, in a launch of its own, for every op that is opaque to it."""
     linear_kv_write: Callable[..., Tensor | None] | None = field(default=None, kw_only=True)
     """``linear`` and ``rope_kv_write`` in one launch: arguments of the first up to those of its norm, then of the second from its table on.
     Returns the queries; None: these shapes need both ops. None instead of a function: there is no such kernel."""
@@ -100,13 +103,6 @@ class KernelSet(_Callables):
         """
         carried_BKH = hidden_BEH.gather(1, source_BK[..., None].expand(-1, -1, hidden_BEH.shape[-1]))
         return carried_BKH.masked_fill(~valid_BK[..., None], 0)
-
-    def stored(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The same values, computed once: for what many ops of a pass read, such as the slots of its tokens.
-
-        Where ops are opaque to the compiler it would otherwise compute them anew, in a launch of its own, for every op.
-        """
-        return tensors
 
     def sampled_positions(self, lane_row_B: Tensor, seq_len_R: Tensor, depth_BN: Tensor) -> Tensor:
         """The position whose token is sampled at each node: ``seq_len + 1 + depth``, int64 ``[B, N]``; all arguments int64."""

@@ -150,7 +150,7 @@ class PagedAttention:
             return self.begin_BT
         if window_left not in self.begins:
             begin_BT = self.begin_BT + (self.position_BT - window_left + 1).clamp(min=0)
-            (self.begins[window_left],) = self.kernels.stored(begin_BT)
+            (self.begins[window_left],) = self.kernels.stored([begin_BT])
         return self.begins[window_left]
 
     def visibility(self) -> tuple[Tensor, Tensor | None, Tensor | None]:

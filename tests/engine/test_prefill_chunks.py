@@ -16,10 +16,10 @@ from graphspec.engine.request import Request
 from graphspec.engine.scheduler import Scheduler
 from graphspec.graphs import memory as memory_module
 from graphspec.graphs.memory import GIB, fit_memory, plan_memory
-from graphspec.graphs.programs import PrefillKey
+from graphspec.graphs.programs import PrefillKey, prefill_keys
 from graphspec.graphs.stages.mailbox import Chunk, MailLayout, Message
 from graphspec.plan.plan import make_plan
-from graphspec.shapes import CHUNKS, GREEDY, MAX_PADDING, pick_bucket, prefill_chunks, used_chunks
+from graphspec.shapes import CHUNKS, GREEDY, MAX_PADDING, pick_bucket, prefill_chunks
 from tests.graphs.test_capture import make_cycle
 from tests.graphs.test_capture import make_plan as captured_plan
 from tests.support.chunking import chunked
@@ -198,6 +198,10 @@ def test_a_run_builds_the_chunks_that_its_prompts_can_fill(long_pair: Pair) -> N
 
 
 def test_the_smallest_chunk_is_always_built() -> None:
-    assert used_chunks((512, 1024), 20) == (512,)
-    assert used_chunks((16, 64, 256, 1024, 2048), 768) == (16, 64, 256)
-    assert used_chunks((16, 64, 256, 1024, 2048), 769) == (16, 64, 256, 1024)
+    def sizes(chunks: tuple[int, ...], tokens: int | None) -> set[int]:
+        plan = replace(small_plan(), prefill_chunks=chunks)
+        return {key.chunk for key in prefill_keys(plan, GREEDY, tokens)}
+
+    chunks = (16, 64, 256, 1024, 2048)
+    assert sizes((512, 1024), 20) == {512}
+    assert sizes(chunks, 768) == {16, 64, 256} and sizes(chunks, 769) == {16, 64, 256, 1024} and sizes(chunks, None) == {*chunks}

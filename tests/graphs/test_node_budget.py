@@ -231,6 +231,13 @@ def test_norms_of_heads_cost_no_launch(tree: Launches) -> None:
     assert len(count(TREE, 3, qk_norm=True)) == len(tree)
 
 
+def test_windows_cost_no_launch_of_a_layer() -> None:
+    """What a window's layers see begins where it does for all of them: computed, and kept, once per size."""
+    few, many = (count(TREE, layers, sliding_window=(512, None, 1024) * (layers // 3)) for layers in (6, 9))
+    assert len(many) - len(few) == 3 * LAYER.total()
+    assert ops_of(few)["stored"] == ops_of(many)["stored"] == 2
+
+
 def test_library_products_keep_the_old_budget() -> None:
     """With every product left to cuBLAS: nine launches a layer, no bias matrix after a product, no host mark."""
     found, deeper = (count(PLAIN, layers, mode="fused", linear="reference") for layers in (3, 5))

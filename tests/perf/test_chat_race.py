@@ -60,6 +60,19 @@ def test_the_server_is_asked_with_token_ids_and_ends_with_its_side(program, tmp_
     assert server._process.poll() is not None
 
 
+def test_a_server_that_remembers_starts_anew_for_every_round(program, tmp_path, monkeypatch):
+    monkeypatch.setattr(chat_race, "MODES", (Mode("plain"), Mode("other", remembers=True)))
+    args = Namespace(llama=program, llama_draft=None, threads=1, context=64, max_tokens=2, plain=False)
+    started = []
+    start = LlamaServer._start
+    monkeypatch.setattr(LlamaServer, "_start", lambda self: started.append(self.mode.name) or start(self))
+    with ExitStack() as stack:
+        sides, _ = chat_race.llama_sides(args, tmp_path / "model.gguf", stack)
+        chat_race.measure(sides, [("chat", [4, 5])], 2)
+        assert started == ["plain", "other", "other", "other"]
+    assert [len(side.rounds) for side in sides] == [2, 2] and sides[1].equal == [True, True]
+
+
 def test_a_server_that_does_not_start_is_missing_with_its_own_words(program, tmp_path, monkeypatch):
     monkeypatch.setattr(chat_race, "MODES", (Mode("plain"), Mode("other", ("--broken",))))
     args = Namespace(llama=program, llama_draft="head.gguf", threads=1, context=64, max_tokens=2, plain=False)

@@ -31,7 +31,7 @@ def llama_8b(num_layers: int, **changes: Any) -> ModelFacts:
     """Llama-3.1-8B without its RoPE scaling."""
     return replace(
         model_facts(num_layers), vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128,
-        max_position_embeddings=4096, sliding_window=(None,) * num_layers, dtype="bfloat16", rope=RopeFacts(500000.0), **changes,
+        max_position_embeddings=4096, dtype="bfloat16", rope=RopeFacts(500000.0), **{"sliding_window": (None,) * num_layers, **changes},
     )  # fmt: skip
 
 

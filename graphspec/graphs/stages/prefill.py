@@ -87,7 +87,7 @@ class Prefill(Stage):
         if self.states:
             exact = self.plan.numerics == "batch_invariant"
             recurrence = RunRecurrence(self.kernels, v.take(RecurrentStates), row_B, length_B, parts.start_B == 0, exact)
-        table_BP, slot_BC, valid_BC, begin_BC = self.kernels.stored(table_BP, slot_BC, valid_BC, torch.zeros_like(slot_BC))
+        table_BP, slot_BC, valid_BC, begin_BC = self.kernels.stored([table_BP, slot_BC, valid_BC, torch.zeros_like(slot_BC)])
         attention = ChunkAttention(
             self.kernels, v.target_kv, table_BP, slot_BC, rope_length_BC, valid_BC, slot_BC, begin_BC, self.bound, recurrence,
             v.several(self.pools[1:]),
@@ -264,7 +264,7 @@ class DraftPrefill:
         """Attention of rows ``[B, T]`` over the row's draft KV."""
         pool, *further_pools = v.several(self.pools)
         begin_BT = torch.full_like(slot_BT, self.shift)
-        position_BT, valid_BT, slot_BT, begin_BT = self.kernels.stored(slot_BT - self.shift, valid_BT, slot_BT, begin_BT)
+        position_BT, valid_BT, slot_BT, begin_BT = self.kernels.stored([slot_BT - self.shift, valid_BT, slot_BT, begin_BT])
         return ChunkAttention(
             self.kernels, pool, chunk.table_BP, position_BT, rope_length_BT - self.shift, valid_BT, slot_BT, begin_BT, self.bound,
             further_pools=tuple(further_pools),

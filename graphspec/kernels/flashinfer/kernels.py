@@ -8,15 +8,15 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..fused.kernels import FusedKernels
 from ..host_step import PreparedCall
+from ..registry import KernelSet
 from . import version
 from .planner import Bound, Planner
 from .xqa import XqaWindow, bind_window
 
 
 @dataclass(frozen=True, slots=True)
-class FlashInferKernels(FusedKernels):
+class FlashInferKernels(KernelSet):
     """``xqa`` for windows of exactly a call's queries, planned wrappers for prompts and for chains over latent rows, else fused kernels."""
 
     serves_windows: ClassVar[bool] = True

@@ -248,6 +248,15 @@ def operator(
     return border.giving_flat(made)
 
 
+def _copies(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+
+
+STORED: Any = torch.library.custom_op(f"{NAMESPACE}::stored", _copies, mutates_args=(), schema="(Tensor[] tensors) -> Tensor[]")
+"""Copies, opaque to the compiler; see :attr:`graphspec.kernels.registry.KernelSet.stored`."""
+STORED.register_fake(_copies)
+
+
 def launcher(op: KernelOp, numerics: str = "fast") -> Callable[..., Any]:
     """The launcher of an op under these numerics: the function of the op's name in the file of its implementation."""
     name = "by_position" if numerics == "batch_invariant" and "by_position" in op.names else "fused"

@@ -39,11 +39,14 @@ def within_repository(path: str | Path) -> str:
 
 
 def command_line(words: Sequence[str]) -> list[str]:
-    """A command whose first word, the program, is reduced to its path in the repository, or else to its file name."""
-    if not words:
-        return []
-    program, *rest = (within_repository(word) for word in words)
-    return [Path(program).name if Path(program).is_absolute() else program, *rest]
+    """A command whose paths are reduced to those in the repository, or else to the file's name, values of ``key=value`` too."""
+
+    def reduced(word: str) -> str:
+        key, equals, value = word.rpartition("=")
+        value = within_repository(value)
+        return f"{key}{equals}{Path(value).name if Path(value).is_absolute() else value}"
+
+    return [reduced(word) for word in words]
 
 
 def revision() -> str | None:
