@@ -205,7 +205,7 @@ def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, fused = (select_kernels("fused", name, "cuda", dtype="bfloat16") for name in ("flashinfer", "fused"))
     assert type(kernels) is FlashInferKernels and type(fused) is KernelSet
     # Whatever xqa doesn't serve runs fused; linear layers are picked anew each time.
-    for name in {field.name for field in fields(KernelSet)} - {"linear", "packed_linear", "scope"}:
+    for name in {field.name for field in fields(KernelSet)} - {"linear", "packed_linear", "linear_kv_write", "scope"}:
         assert getattr(kernels, name) is getattr(fused, name)
     assert resolve("kernels.attention", "auto", "fused", "cuda", "bfloat16") == "fused"
 
