@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .op import Bool, Int8, Int32, Int64
+from .op import Bool, Int8, Int32, Int64, Written
 
 LIVE = 1
 """``status_R`` of a row that decodes (:class:`graphspec.plan.buffers.Status`)."""
@@ -22,6 +22,31 @@ class Lanes(NamedTuple):
     lane_table_BP: Int32
     lane_seed_B: Int64
     lane_temperature_B: Tensor
+
+
+class Heads(NamedTuple):
+    """What becomes of projected heads: norms of queries and keys, RoPE, and where keys and values are written.
+
+    Fields are arguments of :func:`graphspec.kernels.attention.rope_kv_write.rope_kv_write`, whose ``norm_eps`` and ``norm_offset`` are
+    ``head_eps`` and ``head_offset`` here: a product has a norm of its own.
+    """
+
+    rope_LD: Tensor
+    rope_row_BT: Int64
+    kv_pool: Written[Tensor]
+    layer: int
+    table_BP: Int32
+    slot_BT: Int64
+    valid_BT: Bool
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    head_eps: float = 0.0
+    head_offset: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Heads of keys, and the channels of a head."""
+        return self.kv_pool.shape[4], self.kv_pool.shape[5]
 
 
 class RowRequest(NamedTuple):

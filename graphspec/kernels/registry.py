@@ -64,8 +64,8 @@ class KernelSet(_Callables):
     """The same values, computed once: for what many ops of a pass read, such as the slots of its tokens. The compiler would compute them
     anew, in a launch of its own, for every op that is opaque to it."""
     linear_kv_write: Callable[..., Tensor | None] | None = field(default=None, kw_only=True)
-    """``linear`` and ``rope_kv_write`` in one launch: arguments of the first up to those of its norm, then of the second from its table on.
-    Returns the queries; None: these shapes need both ops. None instead of a function: there is no such kernel."""
+    """``linear`` and ``rope_kv_write`` in one launch: arguments of the first up to those of its norm, then :class:`.groups.Heads`. Returns
+    the queries; None: these shapes need both ops. None instead of a function: there is no such kernel."""
 
     def own_window(
         self, table_BP: Tensor, page_size: int, prefix_end_B: Tensor, ancestors_BTX: Tensor

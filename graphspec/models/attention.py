@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..facts.rope import NO_ROPE
 from ..kernels.formulas import Rotation
+from ..kernels.groups import Heads
 from ..kernels.host_step import BoundCall
 from ..kernels.registry import KernelSet
 from .recurrence import Recurrence
@@ -100,11 +101,6 @@ class Attention(Protocol):
         """The first half of a call: norm, rotate, and write the tokens' KV of ``layer``. Returns the queries, normed and rotated."""
         ...
 
-    @property
-    def cells(self) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        """Pool, table, slots and validity: where KV is written, for a projection that writes it itself; None: only :meth:`write` does."""
-        ...
-
     def read(self, layer: int, query_BTQD: Tensor, scale: float, window_left: int | None, weighing: Weighing = SOFTMAX) -> Tensor:
         """The second half of a call: queries, normed and rotated, attend over what is written."""
         ...
@@ -159,9 +155,12 @@ class PagedAttention:
         """
         raise NotImplementedError
 
-    @property
-    def cells(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.kv_pool, self.table_BP, self.slot_BT, self.valid_BT
+    def destination(self, layer: int, heads: HeadTransform) -> Heads:
+        """What :meth:`write` does with queries, keys and values, for a projection that does it itself."""
+        return Heads(
+            *heads.rotation, self.kv_pool, layer, self.table_BP, self.slot_BT, self.valid_BT,
+            heads.query_norm, heads.key_norm, heads.norm_eps, heads.norm_offset,
+        )  # fmt: skip
 
     def write(self, layer: int, query_BTQD: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, heads: HeadTransform) -> Tensor:
         rotated_BTQD: Tensor = self.kernels.rope_kv_write(

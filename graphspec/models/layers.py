@@ -14,7 +14,7 @@ from ..kernels.formulas import Rotation, rms_norm
 from ..kernels.linear.linear import Hidden, finish, hidden_of, linear
 from ..kernels.linear.packed import Packed
 from ..kernels.linear.packed_linear import packed_linear
-from .attention import HeadTransform, Weighing
+from .attention import HeadTransform, PagedAttention, Weighing
 from .packed_weight import PackedWeight, Segment
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..facts import ModelFacts
     from ..facts.rope import RopeFacts
     from ..kernels.collectives import Comm
+    from ..kernels.groups import Heads
     from ..kernels.registry import KernelSet
     from .attention import Attention
 
@@ -128,18 +129,17 @@ class Linear(KernelModule):
             return self._multiply_segments(x, self.weight.segments, self.bias, normed, residual, gated, float32)
         return self.multiply(x, self.weight, self.bias, *normed, residual, gated, float32)
 
-    def write_heads(self, x: Hidden, norm: RMSNorm | None, heads: HeadTransform, attention: Attention, layer: int) -> Tensor | None:
-        """Project queries, keys and values, norm and rotate them, and write the KV of ``layer`` in one launch.
+    def write_heads(self, x: Hidden, norm: RMSNorm | None, heads: Heads) -> Tensor | None:
+        """Project queries, keys and values, norm and rotate them, and write the KV, in one launch.
 
         Returns:
             The rotated queries, ``[B, T, Q, D]``; None: no kernel does it, and nothing was done.
         """
-        cells, segments = attention.cells, self.weight.segments if isinstance(self.weight, PackedWeight) else (self.weight,)
-        if self.multiply_heads is None or self.weight is None or cells is None or len(segments) > 1 or (norm is not None and norm.float32):
+        segments = self.weight.segments if isinstance(self.weight, PackedWeight) else (self.weight,)
+        if self.multiply_heads is None or self.weight is None or len(segments) > 1 or (norm is not None and norm.float32):
             return None
         normed: tuple[Tensor | None, float, bool] = (None, 0.0, False) if norm is None else (norm.weight, norm.eps, norm.offset)
-        pool, *places = cells
-        return self.multiply_heads(x, segments[0], self.bias, *normed, *heads.rotation, pool, layer, *places, *heads[1:])
+        return self.multiply_heads(x, segments[0], self.bias, *normed, heads)
 
     def _multiply_segments(
         self,
@@ -461,7 +461,10 @@ class SelfAttention(TokenMixer, ShardedModule):
         attention.write(self.layer, query_BTQD, key_BTGD, value_BTGD, self._heads(rotation))
 
     def _write_heads(self, x_BTH: Hidden, rotation: Rotation, attention: Attention, norm: RMSNorm | None) -> Tensor | None:
-        return self.qkv_proj.write_heads(x_BTH, norm, self._heads(rotation), attention, self.layer) if self.bare else None
+        """:meth:`Linear.write_heads`, where nothing lies between projection and rotation, and KV lies in pages."""
+        if not self.bare or not isinstance(attention, PagedAttention):
+            return None
+        return self.qkv_proj.write_heads(x_BTH, norm, attention.destination(self.layer, self._heads(rotation)))
 
     def _project(self, x_BTH: Hidden, norm: RMSNorm | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Queries, their gate where there is one, keys and values."""

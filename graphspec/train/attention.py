@@ -28,7 +28,6 @@ class SequenceAttention:
     """
 
     recurrence = None
-    cells = None
 
     def __init__(
         self, position_T: Tensor, seen_AR: Tensor, prefix: KeyValues | None = None, own: KeyValues | None = None, *, causal: bool = True

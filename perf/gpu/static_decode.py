@@ -25,8 +25,6 @@ from graphspec.models.layers import Linear
 class DenseCache:
     """The :class:`~graphspec.models.attention.Attention` of one token over a dense cache ``[layers, 2, 1, G, L, D]``."""
 
-    cells = None
-
     def __init__(self, model: Decoder, length: int, device: torch.device, dtype: torch.dtype) -> None:
         facts = model.facts
         self.cache = torch.zeros(facts.num_layers, 2, 1, facts.num_kv_heads, length, facts.head_dim, device=device, dtype=dtype)

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from graphspec.kernels import OPS
 from graphspec.kernels.fused.launch import Launch
-from graphspec.kernels.groups import Candidates
+from graphspec.kernels.groups import Candidates, Heads
 from graphspec.kernels.linear.fused.linear import fused_linear
 from graphspec.kernels.linear.fused.linear_kv_write import fused_linear_kv_write
 
@@ -58,10 +58,10 @@ class Merging:
 
     def outputs(self, case: Case) -> list[Tensor]:
         """Results of one launch, and what it has written, into copies."""
-        own = {key: tree_map(Tensor.clone, value) if key in self.mutates else value for key, value in case.items()}
+        own = {key: tree_map_only(Tensor, Tensor.clone, value) if key in self.mutates else value for key, value in case.items()}
         result = self.function(**own)
         results = () if result is None else result if isinstance(result, tuple) else (result,)
-        return [*results, *(tensor for name in self.mutates for tensor in own[name])]
+        return [*results, *(tensor for name in self.mutates for tensor in own[name] if isinstance(tensor, Tensor))]
 
 
 def _normal(device: str, *shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
@@ -89,8 +89,18 @@ def _projected(lanes: int, rows: int, *parts: str) -> Callable[[str], Case]:
     """Queries, keys and values of Llama-3.1-8B; of Qwen3-8B with ``head norms``."""
 
     def make(device: str) -> Case:
-        heads = {name: _normal(device, 128) for name in ("query_norm", "key_norm")} | {"head_eps": 1e-6}
+        norms = (_normal(device, 128), _normal(device, 128), 1e-6) if "head norms" in parts else ()
         slots = 4 * PAGE
+        heads = Heads(
+            _normal(device, slots, 128, dtype=torch.float32),
+            torch.arange(rows).expand(lanes, rows).to(device),
+            _normal(device, 1, 2, lanes * 4 + 1, PAGE, 8, 128),
+            0,
+            _table(lanes, 4).to(device),
+            (slots - rows + torch.arange(rows)).expand(lanes, rows).to(device),
+            torch.ones(lanes, rows, dtype=torch.bool, device=device),
+            *norms,
+        )
         return {
             "x": _normal(device, lanes, rows, 4096),
             "weight": _normal(device, 6144, 4096, scale=4096**-0.5),
@@ -98,14 +108,7 @@ def _projected(lanes: int, rows: int, *parts: str) -> Callable[[str], Case]:
             "norm_weight": _normal(device, 4096),
             "norm_eps": 1e-5,
             "norm_offset": False,
-            "rope_LD": _normal(device, slots, 128, dtype=torch.float32),
-            "rope_row_BT": torch.arange(rows).expand(lanes, rows).to(device),
-            "kv_pool": _normal(device, 1, 2, lanes * 4 + 1, PAGE, 8, 128),
-            "layer": 0,
-            "table_BP": _table(lanes, 4).to(device),
-            "slot_BT": (slots - rows + torch.arange(rows)).expand(lanes, rows).to(device),
-            "valid_BT": torch.ones(lanes, rows, dtype=torch.bool, device=device),
-            **(heads if "head norms" in parts else {}),
+            "heads": heads,
         }
 
     return make
@@ -268,7 +271,7 @@ def merging_calls(lanes: int) -> list[Merging]:
         for numerics, count in calls
     ]
     written = [
-        Merging(f"linear_kv_write {' '.join(how)}, {numerics}", fused_linear_kv_write(numerics), _projected(lanes, 4, *how), ("kv_pool",))
+        Merging(f"linear_kv_write {' '.join(how)}, {numerics}", fused_linear_kv_write(numerics), _projected(lanes, 4, *how), ("heads",))
         for how in ((), ("head norms",))
         for numerics in ("fast", "batch_invariant")
     ]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphspec.kernels import op_of
 from graphspec.kernels.attention import rope_kv_write
+from graphspec.kernels.groups import Heads
 from graphspec.kernels.linear.fused.linear_kv_write import fused_linear_kv_write
 from graphspec.kernels.linear.linear import hidden_of, linear
 from tests.support.float_law import assert_float_law, widened
@@ -133,7 +134,7 @@ def test_projections_that_write(dtype: torch.dtype, norm: str, dim: int, numeric
 
     def together(norm_eps: float = 0.0, norm_offset: bool = False, **own: Any) -> Tensor:
         entering = (product["x"], product["weight"], None, product["norm_weight"], product["norm_eps"], False)
-        query = fused_linear_kv_write(numerics)(*entering, **own, head_eps=norm_eps, head_offset=norm_offset)
+        query = fused_linear_kv_write(numerics)(*entering, Heads(**own, head_eps=norm_eps, head_offset=norm_offset))
         assert query is not None
         return query
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -381,7 +381,6 @@ class DenseAttention:
     recurrence: Recurrence | None = None
     written: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Keys and values by layer."""
-    cells: ClassVar[None] = None
 
     @classmethod
     def prompt(cls, batch: int, length: int, device: str = "cpu") -> DenseAttention:

@@ -13,6 +13,7 @@ from graphspec.kernels import select_kernels
 from graphspec.kernels.attention.fused.rope_kv_write import rope_kv_write
 from graphspec.kernels.attention.rope_kv_write import rope_kv_write as plain_rope_kv_write
 from graphspec.kernels.fused.launch import recording
+from graphspec.kernels.groups import Heads
 from graphspec.kernels.linear.fused.linear import linear
 from graphspec.kernels.linear.fused.linear_choice import LinearConfig, LinearShape, LinearTable, fast_config
 from graphspec.kernels.linear.fused.linear_kv_write import fused_linear_kv_write, linear_kv_write
@@ -82,12 +83,16 @@ def by_references(product: dict[str, Any], where: dict[str, Any]) -> tuple[Tenso
     return query, pool[:, :, 1:]
 
 
+def heads_of(where: dict[str, Any]) -> Heads:
+    """Arguments of :func:`rope_kv_write` as the group."""
+    return Heads(**{{"norm_eps": "head_eps", "norm_offset": "head_offset"}.get(name, name): value for name, value in where.items()})
+
+
 def together(product: dict[str, Any], config: LinearConfig, where: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Queries of the one launch, and its pool."""
     assert where["kv_pool"].shape[5] % config.tile_outputs == 0, "else the op would not be called"
     pool = where["kv_pool"].clone()
-    renamed = {{"norm_eps": "head_eps", "norm_offset": "head_offset"}.get(name, name): value for name, value in where.items()}
-    query = linear_kv_write(**product, config=config.encoded(), **{**renamed, "kv_pool": pool})
+    query = linear_kv_write(**product, config=config.encoded(), heads=heads_of({**where, "kv_pool": pool}))
     assert query.is_contiguous() and not query.isnan().any()
     # Page 0 is nobody's: which of the invalid tokens is there is open.
     return query, pool[:, :, 1:]
@@ -171,7 +176,7 @@ def test_the_tiles_are_those_of_the_product_alone(numerics: str, rows: tuple[int
     own = {**where, "kv_pool": where["kv_pool"].clone()}
     heads = kernels.linear(x, *normed).unflatten(-1, (-1, 64))
     expected = kernels.rope_kv_write(*heads.split((2, 1, 1), 2), **own)
-    found = kernels.linear_kv_write(x, *normed, **where)
+    found = kernels.linear_kv_write(x, *normed, heads_of(where))
     assert found is not None and torch.equal(found, expected)
     assert torch.equal(where["kv_pool"][:, :, 1:], own["kv_pool"][:, :, 1:])
 
@@ -182,15 +187,16 @@ def test_shapes_that_need_both_ops() -> None:
     product, where = projection((1, 4), (2, 1), 64), places(1, 4, 1, 64, torch.bfloat16)
     arguments = [product[name] for name in ("weight", "bias", "norm_weight", "norm_eps", "norm_offset")]
     with recording() as launches:
-        assert write(product["x"], *arguments, **{**where, "rope_LD": where["rope_LD"][:, :32]}) is None
-        assert write(product["x"].expand(1, 4, -1).repeat(1, 20, 1), *arguments, **places(1, 48, 1, 64, torch.bfloat16)) is None
+        assert write(product["x"], *arguments, heads_of({**where, "rope_LD": where["rope_LD"][:, :32]})) is None
+        more = heads_of(places(1, 48, 1, 64, torch.bfloat16))
+        assert write(product["x"].expand(1, 4, -1).repeat(1, 20, 1), *arguments, more) is None
         shape = LinearShape(4, 256, INPUTS, "bfloat16")
         wide = LinearTable({shape: LinearConfig(16, 128, 32, 1, 4, 2)})
-        assert fused_linear_kv_write("fast", wide)(product["x"], *arguments, **where) is None
+        assert fused_linear_kv_write("fast", wide)(product["x"], *arguments, heads_of(where)) is None
         assert not launches
         library = LinearTable({shape: None})
-        assert fused_linear_kv_write("fast", library)(product["x"], *arguments, **where) is None
-        assert write(product["x"], *arguments, **where) is not None
+        assert fused_linear_kv_write("fast", library)(product["x"], *arguments, heads_of(where)) is None
+        assert write(product["x"], *arguments, heads_of(where)) is not None
     assert [launch.kernel.fn.__name__ for launch in launches] == ["_linear"]
 
 

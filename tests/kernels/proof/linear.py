@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from graphspec.kernels import op_of
+from graphspec.kernels.groups import Heads
 from graphspec.kernels.linear.fused.linear import linear, linear_summed, shape_of
 from graphspec.kernels.linear.fused.linear_choice import LinearConfig, LinearShape, fast_config, invariant_config
 from graphspec.kernels.linear.fused.linear_kv_write import linear_kv_write
@@ -94,7 +95,7 @@ def _linear_kv_write(name: str, rows: int, inputs: int, *parts: str, dim: int = 
         squares = call["squares"].unsqueeze(0) if "squares" in call else None
         if "head-norm" in parts:
             where |= {key: torch.empty(dim, dtype=x.dtype, device="meta") for key in ("query_norm", "key_norm")} | {"head_eps": 1e-6}
-        return {**optional, **call, "x": x, "weight": weight, "squares": squares, **where}
+        return {**optional, **call, "x": x, "weight": weight, "squares": squares, "heads": Heads(**where)}
 
     return AotCase(name, linear_kv_write, made)
 

@@ -58,9 +58,9 @@ def _scanned_totals(row_at, in_rows, inputs, SCAN_M: tl.constexpr, SCAN_K: tl.co
 
 @triton.jit
 def _normed(x, factor, weight, OFFSET: tl.constexpr, dtype: tl.constexpr):
-    """RMSNorm of ``x`` given its factor per row; rounds where the reference rounds."""
-    x = x.to(tl.float32) * factor[:, None]
-    weight = weight.to(tl.float32)[None, :]
+    """RMSNorm of ``x``, given its factors and the weight, both broadcast; rounds where the reference rounds."""
+    x = x.to(tl.float32) * factor
+    weight = weight.to(tl.float32)
     y = x * (1.0 + weight) if OFFSET else weight * x.to(dtype).to(tl.float32)
     return y.to(dtype)
 
@@ -103,15 +103,6 @@ def _sum_of_parts(at, stride, keep, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def _head_norm(x, factor, weight, OFFSET: tl.constexpr, dtype: tl.constexpr):
-    """RMSNorm of channels ``[channels, rows]`` of a head, given the factor of each row; rounds where the reference rounds."""
-    y = x * factor[None, :]
-    weight = weight.to(tl.float32)[:, None]
-    y = y * (1.0 + weight) if OFFSET else weight * y.to(dtype).to(tl.float32)
-    return y.to(dtype).to(tl.float32)
-
-
-@triton.jit
 def _place_heads(
     low, high, head, channel, row, in_rows, bias, places, norms,
     DIM: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, dtype: tl.constexpr,
@@ -134,9 +125,9 @@ def _place_heads(
             if head >= queries:
                 weight = key_norm
             total = tl.sum(low * low, 0) + tl.sum(high * high, 0)
-            factor = 1.0 / tl.sqrt(total / DIM + eps)
-            low = _head_norm(low, factor, tl.load(weight + channel), OFFSET, dtype)
-            high = _head_norm(high, factor, tl.load(weight + HALF + channel), OFFSET, dtype)
+            factor = (1.0 / tl.sqrt(total / DIM + eps))[None, :]
+            low = _normed(low, factor, tl.load(weight + channel)[:, None], OFFSET, dtype).to(tl.float32)
+            high = _normed(high, factor, tl.load(weight + HALF + channel)[:, None], OFFSET, dtype).to(tl.float32)
         turned = low * cos - high * sin
         high = high * cos + low * sin
         low = turned
@@ -318,7 +309,7 @@ def _linear(
                     scale = tl.sum(tl.where(own, _factor(total, inputs, eps)[None, :], 0.0), 1)
                 else:
                     scale = _factor(_row_totals(squares, row, in_rows, square_parts, PARTS), inputs, eps)
-            rows_of_x = _normed(rows_of_x, scale, norm_scales, OFFSET, dtype)
+            rows_of_x = _normed(rows_of_x, scale[:, None], norm_scales[None, :], OFFSET, dtype)
             following = start + TILE_K + channel
             norm_scales = tl.load(norm_weight + following, mask=following < end, other=0.0)
         narrow = tl.trans(rows_of_x)

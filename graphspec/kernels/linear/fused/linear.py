@@ -18,6 +18,7 @@ from torch.nn import functional
 from ....errors import CaptureError
 from ...formulas import rms_norm
 from ...fused.launch import launch, operator, semaphores
+from ...groups import Heads
 from ..linear import Hidden, ResidualStream, finish, hidden_of
 from ..packed import Packed, check_packed
 from ._linear import _linear, _row_squares
@@ -128,33 +129,17 @@ def _two_leading(x: Tensor) -> Tensor:
     return x.reshape(1, -1, x.shape[-1])
 
 
-class Heads(NamedTuple):
-    """Where the kernel puts projected queries, keys and values; arguments of :mod:`graphspec.kernels.attention.rope_kv_write`."""
+NO_HEADS: tuple[tuple[Tensor | None, ...], tuple[int, ...]] = ((None,) * 8, (0,) * 13)
+"""What :func:`_of_heads` is for a product without them."""
 
-    rope_LD: Tensor
-    rope_row_BT: Tensor
-    kv_pool: Tensor
-    layer: int
-    table_BP: Tensor
-    slot_BT: Tensor
-    valid_BT: Tensor
-    query_norm: Tensor | None = None
-    key_norm: Tensor | None = None
-    norm_eps: float = 0.0
-    norm_offset: bool = False
 
-    def queries(self, outputs: int) -> int:
-        """Heads of queries, if all heads have ``outputs`` channels."""
-        return outputs // self.kv_pool.shape[5] - 2 * self.kv_pool.shape[4]
-
-    def arguments(self, outputs: int) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
-        """Tensors and numbers of a launch. The pool is that of the layer: its number would be compiled into the kernel."""
-        _, _, pages, page_size, groups, _ = self.kv_pool.shape
-        pool, norms = self.kv_pool[self.layer], (self.query_norm, self.key_norm)
-        tensors = (self.rope_LD, self.rope_row_BT, pool, self.table_BP, self.slot_BT, self.valid_BT, *norms)
-        numbers = (self.queries(outputs), groups, self.table_BP.shape[1], page_size, pages, self.rope_LD.shape[0])
-        strides = (*self.rope_row_BT.stride(), self.table_BP.stride(0), *self.slot_BT.stride(), *self.valid_BT.stride())
-        return tensors, (*numbers, *strides)
+def _of_heads(heads: Heads, queries: int) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
+    """Tensors and numbers of a launch. The pool is that of the layer, whose number would otherwise be compiled into the kernel."""
+    _, _, pages, page_size, groups, _ = heads.kv_pool.shape
+    pool, norms = heads.kv_pool[heads.layer], (heads.query_norm, heads.key_norm)
+    numbers = (queries, groups, heads.table_BP.shape[1], page_size, pages, heads.rope_LD.shape[0])
+    strides = (*heads.rope_row_BT.stride(), heads.table_BP.stride(0), *heads.slot_BT.stride(), *heads.valid_BT.stride())
+    return (heads.rope_LD, heads.rope_row_BT, pool, heads.table_BP, heads.slot_BT, heads.valid_BT, *norms), (*numbers, *strides)
 
 
 def _used(shape: LinearShape, config: Sequence[int] | None) -> LinearConfig:
@@ -170,8 +155,12 @@ def multiplied(
     _check(x, weight, gated)
     shape = shape_of(x, weight, bias, norm_weight, residual, gated, float32, squares)
     use, held = _used(shape, config), stored(weight)
-    dim, normed = (0, False) if heads is None else (heads.kv_pool.shape[5], heads.query_norm is not None)
-    width = shape.width if heads is None else heads.queries(shape.outputs) * dim
+    width, dim, head_norm, head_eps, head_offset = shape.width, 0, False, 0.0, False
+    places, numbers = NO_HEADS
+    if heads is not None:
+        (groups, dim), head_norm, head_eps, head_offset = heads.sizes, heads.query_norm is not None, heads.head_eps, heads.head_offset
+        width -= 2 * groups * dim
+        places, numbers = _of_heads(heads, width // dim)
     out = torch.empty((*x.shape[:-1], width), dtype=torch.float32 if float32 else x.dtype, device=x.device)
     _check_parts(shape, out, x.dtype, squares, bias=bias, norm_weight=norm_weight, residual=residual)
     tiles = triton.cdiv(shape.width, use.tile_outputs)
@@ -190,13 +179,11 @@ def multiplied(
         block = min(triton.next_power_of_2(shape.inputs), SQUARES_BLOCK)
         launch(_row_squares, (shape.rows,), source, squares, shape.inputs, inner, *source.stride()[:2], BLOCK=block, num_warps=4)
     parts = 0 if squares is None else squares.shape[-1]
-    places, numbers = ((None,) * 8, (0,) * 13) if heads is None else heads.arguments(shape.outputs)
-    head_eps, head_offset = (0.0, False) if heads is None else (heads.norm_eps, heads.norm_offset)
     line = LINE_BYTES // held.rows.element_size()
     prefetch = min(PREFETCHED_BYTES // LINE_BYTES // (use.tile_outputs * (2 if gated else 1)), held.rows.shape[1] // use.splits // line)
     scan = min(SCAN_BLOCK // max(scanned, 1), triton.next_power_of_2(shape.inputs))
     # A norm of a head needs its tiles, which are parts too.
-    cut = use.splits * (max(dim // use.tile_outputs, 1) if normed else 1) > 1
+    cut = use.splits * (max(dim // use.tile_outputs, 1) if head_norm else 1) > 1
     limit = LAUNCH_ROWS if cut else shape.rows
     partial = semaphore = None
     if cut:
@@ -213,7 +200,7 @@ def multiplied(
             EVEN=shape.inputs % use.tile_inputs == 0, SCAN_M=scanned,
             SCAN_K=scan, SCANS=triton.cdiv(shape.inputs, scan) if scanned else 0, PARTS=triton.next_power_of_2(max(parts, 1)),
             OFFSET=norm_offset, GATED=gated, PREFETCH=1 << max(prefetch, 1).bit_length() - 1, LINE=line, DIM=dim,
-            HEAD_NORM=normed, HEAD_OFFSET=head_offset,
+            HEAD_NORM=head_norm, HEAD_OFFSET=head_offset,
             num_warps=use.warps, num_stages=use.stages,
         )  # fmt: skip
     return out, sums

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ...fused.launch import operator
-from ...op import Bool, Int32, Int64, Signature, Written
+from ...groups import Heads
+from ...op import Signature
 from ..linear import Hidden, ResidualStream
 from ..packed import Packed
-from .linear import Heads, format_of, multiplied
+from .linear import format_of, multiplied
 from .linear_choice import LinearShape, LinearTable
 
 
@@ -30,36 +31,22 @@ def linear_kv_write(
     norm_offset: bool,
     squares: Tensor | None,
     config: Sequence[int],
-    rope_LD: Tensor,
-    rope_row_BT: Int64,
-    kv_pool: Written[Tensor],
-    layer: int,
-    table_BP: Int32,
-    slot_BT: Int64,
-    valid_BT: Bool,
-    query_norm: Tensor | None = None,
-    key_norm: Tensor | None = None,
-    head_eps: float = 0.0,
-    head_offset: bool = False,
+    heads: Heads,
 ) -> Tensor:
-    """Project, rotate and write one layer's keys and values.
+    """Project, norm, rotate, and write one layer's keys and values.
 
     Args:
         x: ``[B, T, in]``.
         weight: ``[(Q + 2 G) * D, in]``: heads of queries, keys and values.
         bias, norm_weight, norm_eps, norm_offset: of :func:`graphspec.kernels.linear.linear.linear`.
         squares, config: of :func:`.linear.linear`; the tile's outputs divide D.
-        rope_LD: float32 ``[L, D]``: every channel of a head rotates.
-        rope_row_BT, kv_pool, layer, table_BP, slot_BT, valid_BT: of
-            :func:`graphspec.kernels.attention.rope_kv_write.rope_kv_write`.
-        query_norm, key_norm, head_eps, head_offset: its norms of heads; D is then a power of two.
+        heads: every channel of a head rotates; D is a power of two if heads are normed.
 
     Returns:
         The rotated queries, ``[B, T, Q, D]`` contiguous, dtype of ``x``.
     """
-    heads = Heads(rope_LD, rope_row_BT, kv_pool, layer, table_BP, slot_BT, valid_BT, query_norm, key_norm, head_eps, head_offset)
     query_BTE, _ = multiplied(x, weight, bias, norm_weight, norm_eps, norm_offset, None, False, False, squares, config, False, heads)
-    return query_BTE.unflatten(-1, (-1, kv_pool.shape[5]))
+    return query_BTE.unflatten(-1, (-1, heads.sizes[1]))
 
 
 OP = operator("linear_kv_write", linear_kv_write)
@@ -87,13 +74,11 @@ def fused_linear_kv_write(
         return () if config is None or dim % config.tile_outputs else config.encoded()
 
     def project(
-        x: Hidden, weight: Any, bias: Tensor | None, norm_weight: Tensor | None, norm_eps: float, norm_offset: bool,
-        rope_LD: Tensor, rope_row_BT: Tensor, kv_pool: Tensor, layer: int, table_BP: Tensor, slot_BT: Tensor, valid_BT: Tensor,
-        query_norm: Tensor | None = None, key_norm: Tensor | None = None, head_eps: float = 0.0, head_offset: bool = False,
-    ) -> Tensor | None:  # fmt: skip
+        x: Hidden, weight: Any, bias: Tensor | None, norm_weight: Tensor | None, norm_eps: float, norm_offset: bool, heads: Heads
+    ) -> Tensor | None:
         x, squares = x if isinstance(x, ResidualStream) else (x, None)
-        rows, dim = x.numel() // x.shape[-1], kv_pool.shape[5]
-        if rope_LD.shape[1] != dim or (query_norm is not None and dim & (dim - 1)):
+        rows, dim = x.numel() // x.shape[-1], heads.sizes[1]
+        if heads.rope_LD.shape[1] != dim or (heads.query_norm is not None and dim & (dim - 1)):
             return None
         summed = norm_weight is not None and squares is not None
         parts = (norm_weight is not None, False, False, bias is not None, False, summed)
@@ -101,10 +86,6 @@ def fused_linear_kv_write(
         if not config:
             return None
         call = operators[isinstance(weight, Packed)]
-        return call(
-            x, weight, bias, norm_weight, norm_eps, norm_offset, squares if summed else None, config,
-            rope_LD, rope_row_BT, kv_pool, layer, table_BP, slot_BT, valid_BT,
-            query_norm, key_norm, head_eps, head_offset,
-        )  # fmt: skip
+        return call(x, weight, bias, norm_weight, norm_eps, norm_offset, squares if summed else None, config, heads)
 
     return project
