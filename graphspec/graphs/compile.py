@@ -78,11 +78,13 @@ class Region:
         self.compile()
 
     def compile(self) -> None:
-        """Compile without running.
+        """Compile without running; nothing if it is compiled.
 
         Raises:
             ResourceError: no C++ compiler that works.
         """
+        if self.compiled:
+            return
         try:
             with config.patch(self._settings):
                 self._first()

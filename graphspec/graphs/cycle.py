@@ -98,6 +98,8 @@ class Cycle:
         """This cycle's programs; constant after :meth:`prepare`."""
         self._records: dict[Key, CaptureRecord] = {}
         self._tuner, self._loop_threads = tuner, loop_threads
+        self._wait_for_kernels: Callable[[], object] | None = None
+        """Until the kernels of what was compiled are compiled too; None: nothing compiles them ahead."""
         step = kernels.host_step()
         self.preparation = LaunchPreparation(plan, step) if step is not None else None
         """The host step before each launch; None: the kernels need none."""
@@ -169,7 +171,9 @@ class Cycle:
                 self.arena["mail"].copy_(self._mail[0].write(Message(lanes=())))
                 for key in missing if self._tuner is not None else ():
                     self._tune(key)
-                built = self._each("compile" if self.plan.compiles else "build", missing, self._build, progress)
+                ahead = self.kernels.compiling_ahead if self.plan.compiles else None
+                with nullcontext() if ahead is None else ahead(self.plan.target.sharding.size) as self._wait_for_kernels:
+                    built = self._each("compile" if self.plan.compiles else "build", missing, self._build, progress)
                 if self._capturer is not None:
                     built = self._each("capture", built, self._capture, progress)
         finally:
@@ -256,6 +260,9 @@ class Cycle:
         program = Program(
             stages, views, compiled=compiled, threads=threads, prefills=prefills, compilations=counted, scope=scope, regions=regions
         )
+        program.compile()
+        if self._wait_for_kernels is not None:
+            self._wait_for_kernels()
         program.direct()
         self._wait()
         self.programs[key] = program

@@ -162,10 +162,16 @@ def _runs_on_host(stage: Stage) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive stages of a program that are compiled and captured as one, or that all run on the host."""
+    """Consecutive stages of a program that are captured as one, or that all run on the host; and what of them is compiled."""
 
     run: Callable[[], None]
     on_host: bool
+    regions: Sequence[Region] = ()
+
+    def compile(self) -> None:
+        """Compile what is not compiled yet, without running it."""
+        for region in self.regions:
+            region.compile()
 
 
 class Program:
@@ -220,8 +226,8 @@ class Program:
                 parts = ((host, self._scoped(partial(run, [partial(stage, views) for stage in group]))) for host, group in groups)
                 self._set_segments([Segment(part, host) for host, part in parts])
         elif not stages[0].kernels.records:
-            self.steps = [self._part([stage], _runs_on_host(stage)) for stage in stages]
-            self._set_segments([Segment(self._part(group, host), host) for host, group in groups])
+            self.steps = [self._segment([stage]).run for stage in stages]
+            self._set_segments([self._segment(group) for _, group in groups])
         self.replay: Callable[[], None] | None = None
         self.buffers: Signature = signature(views)
 
@@ -231,15 +237,18 @@ class Program:
     def _run_steps(self) -> None:
         _in_order(self.steps)
 
-    def _part(self, stages: Sequence[Stage], on_host: bool, *, now: bool = False) -> Callable[[], None]:
-        """These stages as one callable, compiled unless they run on the host: ``now``, or at its first call."""
-        if on_host:
-            return partial(_in_order, [partial(stage, self.views) for stage in stages])
+    def compile(self) -> None:
+        """Compile what ``direct`` runs, without running it. What is recorded is compiled by the first run."""
+        with nullcontext() if self._scope is None else self._scope():
+            for segment in self._segments:
+                segment.compile()
+
+    def _segment(self, stages: Sequence[Stage]) -> Segment:
+        """These stages as one. What does not run on the host is compiled by :meth:`Segment.compile`, or by the first call."""
+        if _runs_on_host(stages[0]):
+            return Segment(partial(_in_order, [partial(stage, self.views) for stage in stages]), True)
         regions = [self._region(part) for part in (compiled_parts(stages) if self._regions is not None else [stages])]
-        for region in regions if now else ():
-            if not region.compiled:
-                region.compile()
-        return self._scoped(regions[0] if len(regions) == 1 else partial(_in_order, regions))
+        return Segment(self._scoped(regions[0] if len(regions) == 1 else partial(_in_order, regions)), False, regions)
 
     def _region(self, stages: Sequence[Stage]) -> Region:
         """One part, compiled before if another class has it."""
@@ -278,9 +287,9 @@ class Program:
                 self.steps += [Tape([each]) for each in calls]
                 segments.append(Segment(Tape(calls), False))
                 continue
-            host = _runs_on_host(stages[0])
-            self.steps += [self._part([stage], host) for stage in stages]
-            segments.append(Segment(self._part(stages, host, now=True), host))
+            self.steps += [self._segment([stage]).run for stage in stages]
+            segments.append(self._segment(stages))
+            segments[-1].compile()
         self._set_segments(segments)
 
     def capture(self, capturer: ProgramCapturer) -> int | None:

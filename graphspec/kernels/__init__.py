@@ -153,10 +153,14 @@ def select_kernels(
 
     ops: dict[str, Any] = {op.name: implementation(op) for op in OPS}
     if "fused" in (mode, *chosen.values()):
-        from .fused.launch import STORED, LaunchState, launching
+        from .fused.launch import INTERPRETED, STORED, LaunchState, launching
 
         ops["scope"] = partial(launching, LaunchState(programmatic_launch))
         ops["stored"] = STORED
+        if not INTERPRETED:
+            from .fused.ahead import compiling_ahead
+
+            ops["compiling_ahead"] = compiling_ahead
     if mode == chosen["linear"] == "fused":
         from .linear.fused.linear_kv_write import fused_linear_kv_write
 

@@ -60,6 +60,9 @@ class KernelSet(_Callables):
     scope: Scope | None = field(default=None, kw_only=True)
     """A context that every program of the engine runs and is captured in: its launches share what no other engine's may touch. None: they
     share nothing."""
+    compiling_ahead: Callable[[int], AbstractContextManager[Callable[[], object]]] | None = field(default=None, kw_only=True)
+    """A context in which other processes compile the kernels of everything that is traced; it gives a function that waits for them. Takes
+    the number of engines on this machine that do so at once. None: these kernels need no compiler."""
     stored: Callable[[Sequence[Tensor]], Sequence[Tensor]] = field(default=tuple, kw_only=True)
     """The same values, computed once: for what many ops of a pass read, such as the slots of its tokens. The compiler would compute them
     anew, in a launch of its own, for every op that is opaque to it."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -105,6 +107,40 @@ def test_what_sampling_classes_have_in_common_is_compiled_once(monkeypatch: pyte
     programs = len(keys_of(plan, SAMPLED))
     assert counts[0] - counts[1] == programs, "a part of every program is there"
     assert run(compiled, 1) == run(direct, 1)
+
+
+def test_programs_wait_for_kernels_that_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After all of a program is compiled, and before any of it runs."""
+    events: list[Any] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        events.append("compile")
+
+        def code(*tensors: Any) -> Any:
+            events.append("run")
+            return module(*tensors)
+
+        return code
+
+    @contextmanager
+    def ahead(engines: int) -> Iterator[Callable[[], None]]:
+        events.append(engines)
+        yield lambda: events.append("wait")
+        events.append("end")
+
+    monkeypatch.setattr("graphspec.graphs.compile.lookup_backend", lambda name: backend)
+    plan = make_plan("chain", runtime="compiled", mode="compiled", buckets=[1, 2], max_rows=2)
+    networks = tiny_networks(plan)
+    kernels = replace(select_kernels("reference", "auto", "cpu"), compiling_ahead=ahead)
+    cycle = Cycle(plan, networks.target, networks.draft, kernels, capturer=TapeCapturer)
+    keys = keys_of(plan, GREEDY)
+    cycle.prepare(keys)
+    assert events[0] == 1, "one engine on this machine"
+    built = events[1 : events.index("end")]
+    assert [event for event, _ in groupby(built)] == ["compile", "wait", "run"] * len(keys)
+    events.clear()
+    cycle.prepare(keys)
+    assert not events, "nothing is missing"
 
 
 @pytest.mark.parametrize(

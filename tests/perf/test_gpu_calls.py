@@ -21,8 +21,10 @@ from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 from torch._inductor import cudagraph_trees
 from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
+from triton.backends.compiler import GPUTarget
 
 from graphspec.errors import CaptureError
+from graphspec.kernels.fused.ahead import Job
 from perf import gpu_check
 from perf.gpu import bench, checks, engine, latency, probes, readme, records, results, static_decode, warm
 from perf.gpu.bench import EAGLE3_8B, LLAMA_8B
@@ -322,49 +324,15 @@ def test_the_kernels_of_the_rows_are_known_ahead(launches: list[Any]) -> None:
     """Those of the layers, the draft and the tree, with the numbers that are compiled into them."""
     names = {launch.kernel.fn.__name__ for launch in launches}
     assert names >= {"_linear", "_tree_attention", "_draft_topk", "_draft_level", "_tree_build", "_tree_walk", "_kv_move"}
-    wanted = warm.distinct(launches)
-    assert (len(wanted), len(launches)) == (39, 379)
+    assert (kernels(launches), len(launches)) == (39, 379)
     # No layer's number is compiled into a kernel: the first layer, whose norm has no squares yet, and all others.
     written = [launch for launch in launches if launch.values.get("DIM") and launch.values.get("pool") is not None]
-    assert len(written) > 64 and len(warm.distinct(written[:32])) == 2
+    assert len(written) > 64 and kernels(written[:32]) == 2
 
 
-COMPILED = """
-import json, os, sys
-from pathlib import Path
-from types import SimpleNamespace
-from triton.backends.compiler import GPUTarget
-from perf.gpu import bench, warm
-from tests.support.codegen import pretended_gpu
-
-with pretended_gpu():
-    launches = warm.launches_of(warm.ROWS[0], *bench.write_configs(Path(sys.argv[1])))
-small = [launch for launch in warm.distinct(launches) if launch.kernel.fn.__name__ == "_commit_rows"][:1]
-broken = SimpleNamespace(kernel=SimpleNamespace(fn=lambda: None), args=(), grid=(1,), constexprs={}, num_warps=4, num_stages=2)
-found, folder = warm.compile_all([*small, broken], GPUTarget("cuda", 90, 32), 120, 2), Path(os.environ["TRITON_CACHE_DIR"])
-entries = sorted(child.name for child in folder.iterdir())
-with pretended_gpu():
-    one = small[0]
-    again = one.kernel.warmup(*one.args, grid=(1,), num_warps=one.num_warps, num_stages=one.num_stages, **one.constexprs)
-same = entries == sorted(child.name for child in folder.iterdir())
-late = warm.compile_all([broken], GPUTarget("cuda", 90, 32), 0, 1)
-print(json.dumps({"found": found, "cubins": len(list(folder.glob("*/*.cubin"))), "again": again.hash, "same": same, "late": late}))
-"""
-
-
-def test_kernels_are_compiled_by_others_and_found_again(tmp_path: Path) -> None:
-    """Kernels are cached under the name by which a launch looks them up, and those that don't compile are reported.
-
-    In a process where Triton does not interpret."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", COMPILED, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout.splitlines()[-1])
-    good, bad = sorted(report["found"], key=lambda record: bool(record["error"]))
-    assert bad["error"] and not good["error"] and good["kernel"] == "_commit_rows"
-    assert report["again"] == good["hash"] and report["same"] and report["cubins"] == 1 and report["late"] == []
+def kernels(launches: list[Any]) -> int:
+    """How many there are to compile."""
+    return len({Job.of(launch, GPUTarget("cuda", 90, 32)) for launch in launches})
 
 
 def test_interpreted_kernels_are_not_compiled_ahead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,6 +118,7 @@ class _Recorder:
 
 
 _recorder: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
+_observer: ContextVar[Callable[[Sequence[Launch]], None] | None] = ContextVar("observer", default=None)
 
 
 @dataclass(slots=True)
@@ -155,6 +156,16 @@ def recording() -> Iterator[list[Launch]]:
         yield recorder.launches
     finally:
         _recorder.reset(token)
+
+
+@contextmanager
+def observing(observer: Callable[[Sequence[Launch]], None]) -> Iterator[None]:
+    """A context that shows ``observer`` the launches of every operator that is traced. Launches that really run are not shown."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
 
 
 def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, num_stages: int = 2, **constexprs: Any) -> None:
@@ -212,6 +223,8 @@ def dry_call(launcher: Callable[..., Any], *arguments: Any, **named: Any) -> Any
         result = launcher(*arguments, **named)
     if outer is not None:
         outer.launches += launches
+    if (observer := _observer.get()) is not None:
+        observer(launches)
     return result
 
 
