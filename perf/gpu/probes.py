@@ -13,8 +13,9 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -173,8 +174,10 @@ def classes() -> str:
     """An engine compiles the classes of requests that it prepares by default, and serves one request of each."""
     from graphspec.api.llm import LLM
 
-    llm = LLM(max_rows=1, buckets=[1], prefill_chunks=[16])
-    return _served(llm)
+    with _kernels_found() as found:
+        llm = LLM(max_rows=1, buckets=[1], prefill_chunks=[16])
+        served = _served(llm)
+    return f"{served}; {sum(found)} of {len(found)} kernels compiled before their launch"
 
 
 def defaults() -> str:
@@ -182,6 +185,24 @@ def defaults() -> str:
     from graphspec.api.llm import LLM
 
     return _served(LLM())
+
+
+@contextmanager
+def _kernels_found() -> Iterator[list[bool]]:
+    """Whether Triton found each kernel of ours in its cache, in the order in which they were launched."""
+    import triton
+
+    found: list[bool] = []
+
+    def listen(src: Any, cache_hit: bool, **_: Any) -> None:
+        if getattr(getattr(src, "fn", None), "__module__", "").startswith("graphspec"):
+            found.append(cache_hit)
+
+    triton.knobs.compilation.listener = listen
+    try:
+        yield found
+    finally:
+        triton.knobs.compilation.listener = None
 
 
 def _served(llm: Any) -> str:

@@ -335,7 +335,7 @@ def test_the_probe_of_a_default_engine_gives_it_no_setting(monkeypatch: pytest.M
     monkeypatch.setattr(llm_module, "LLM", build)
     assert "programs built" in probes.all_probes()["engine-defaults"]()
     assert made == [{}]
-    assert "programs built" in probes.all_probes()["engine-classes"]() and "sampling_classes" not in made[1]
+    assert "0 of 0 kernels compiled before their launch" in probes.all_probes()["engine-classes"]() and "sampling_classes" not in made[1]
     monkeypatch.setattr(llm_module, "LLM", lambda **_: LLM(runtime="eager", max_rows=1, buckets=[1], max_context=256))
     with pytest.raises(AssertionError):
         probes.defaults()

@@ -255,9 +255,15 @@ def work() -> None:
 
 
 def processes_for(engines: int = 1) -> int:
-    """How many processes each of so many engines should have: all but one of its share of the cores that this process may use."""
+    """How many processes each of so many engines should have: all but one of its share of the cores that this process may use.
+
+    No more than Inductor may start for its own kernels (``TORCHINDUCTOR_COMPILE_THREADS``), which compiles in this process if that is one.
+    """
+    from torch._inductor import config
+
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(max(cores // engines - 1, 0), MOST_PROCESSES)
+    threads = config.compile_threads or 1
+    return min(max(cores // engines - 1, 0), MOST_PROCESSES, threads if threads > 1 else 0)
 
 
 @contextmanager
@@ -265,7 +271,7 @@ def compiling_ahead(engines: int = 1) -> Iterator[Callable[[], object]]:
     """A context in which the kernels of everything that is traced are compiled meanwhile, for the current device.
 
     Args:
-        engines: that do so at the same time on this machine. One that has a single core compiles nothing ahead.
+        engines: that do so at the same time on this machine. One without :func:`processes_for` it compiles nothing ahead.
 
     Yields:
         Waits for the kernels traced so far.

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from torch._inductor import config as inductor
 from triton.backends.compiler import GPUTarget
 
 from graphspec.kernels.fused import ahead
@@ -168,10 +169,14 @@ def test_a_kernel_that_no_other_process_finds_is_left_to_its_launch(monkeypatch:
     compiler.close()
 
 
-@pytest.mark.parametrize(("cores", "engines", "processes"), [(1, 1, 0), (2, 1, 1), (16, 1, 8), (16, 4, 3), (4, 8, 0)])
-def test_one_core_is_left_to_each_engine(cores: int, engines: int, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("cores", "engines", "threads", "processes"),
+    [(1, 1, 1, 0), (2, 1, 2, 1), (16, 1, 16, 8), (16, 4, 16, 3), (4, 8, 4, 0), (16, 1, 4, 4), (16, 1, 1, 0)],
+)
+def test_one_core_is_left_to_each_engine(cores: int, engines: int, threads: int, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-    assert ahead.processes_for(engines) == processes
-    if not processes:
-        with ahead.compiling_ahead(engines) as wait:
-            assert wait() is None
+    with inductor.patch(compile_threads=threads):
+        assert ahead.processes_for(engines) == processes
+        if not processes:
+            with ahead.compiling_ahead(engines) as wait:
+                assert wait() is None
