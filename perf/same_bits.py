@@ -3,7 +3,8 @@
 The chat model runs as published (Q4_1) and as a bfloat16 copy of the same numbers with KV in 16 bits. Every prompt is answered greedily and
 with a seed, plainly first, then with every drafter as a chain and as a tree. What is compared is every token, and a hash of all logits of
 every committed position. Drafts with networks have random weights: any drafter must be exact. ``itself`` drafts with the target, so that
-whole runs are accepted. The last case is a control: on torch's own ops, in ``fast`` numerics, the same comparison must find other bits.
+whole runs are accepted; ``trained`` is the head that comes with the package for the model, if there is one. The last case is a control: on
+torch's own ops, in ``fast`` numerics, the same comparison must find other bits.
 
 Prompts are those of ``perf/prompts`` and of ``graphspec profile``, then paragraphs of the documentation.
 """
@@ -23,8 +24,9 @@ import torch
 from transformers import PreTrainedModel
 
 from graphspec.api.llm import LLM
+from graphspec.config.catalog import resolve_variant
 from graphspec.engine.request import SamplingParams
-from graphspec.facts.folders import model_folder
+from graphspec.facts.folders import model_folder, shipped_draft
 from graphspec.lab.measure.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
 from graphspec.train.drafter import load_target, network_of
 from graphspec.train.export import copy_tokenizer, export_draft
@@ -46,7 +48,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
 }
 """Settings of the networks with random weights (``train.network``)."""
 CHAIN, TREE = {"num_steps": 2, "topk": 1, "num_draft_tokens": 3}, {"num_steps": 2, "topk": 2, "num_draft_tokens": 5}
-ITSELF = "itself"
+ITSELF, TRAINED = "itself", "trained"
 MODELS: dict[str, dict[str, Any]] = {"Q4_1": {}, "bfloat16": {"kv_dtype": "bfloat16"}}
 CONTROL = "control, fast"
 
@@ -56,7 +58,7 @@ class Case:
     """One drafter in one shape.
 
     Attributes:
-        draft: key of :data:`NETWORKS`, ``itself``, or None: it has no network.
+        draft: key of :data:`NETWORKS`, ``itself``, ``trained``, or None: it has no network.
     """
 
     name: str
@@ -69,6 +71,7 @@ DRAFTERS: tuple[tuple[str, str, str | None], ...] = (
     ("ngram", "ngram", None),
     ("ngram_trie", "ngram_trie", None),
     (f"standalone {ITSELF}", "standalone", ITSELF),
+    (f"eagle3 {TRAINED}", "eagle3", TRAINED),
     *((name, name, name) for name in NETWORKS),
 )
 CASES = tuple(
@@ -145,6 +148,7 @@ def answered(folder: Path, keys: dict[str, Any], prompts: int, tokens: int) -> t
 def run(args: argparse.Namespace, work: Path, file: Path) -> bool:
     """All cases; every record is written as soon as it is known. True: none differs, and the control does."""
     source, right = model_folder(args.model), True
+    trained = shipped_draft(args.model, source, resolve_variant("eagle3"))
     settings = {"kind": "settings", **{key: value for key, value in vars(args).items() if key != "out"}}
     records: list[dict[str, Any]] = [provenance(), settings]
     target = write_bfloat16(source, work / "bfloat16")
@@ -164,9 +168,9 @@ def run(args: argparse.Namespace, work: Path, file: Path) -> bool:
         record, plain = answered(folder, {**keys, **own, "variant": "none"}, args.prompts, args.max_tokens)
         note(model, "plain", record)
         for case in CASES:
-            if args.case and case.name not in args.case:
+            if (args.case and case.name not in args.case) or (case.draft == TRAINED and trained is None):
                 continue
-            draft = None if case.draft is None else folder if case.draft == ITSELF else work / case.draft
+            draft = {None: None, ITSELF: folder, TRAINED: trained}.get(case.draft, work / (case.draft or ""))
             if draft is not None and not draft.exists():
                 write_draft(case.draft or "", target, [token for row in plain[0] for token in row], draft)
             record, found = answered(

@@ -20,7 +20,7 @@ constexpr int TILE = 6;
 constexpr int parts_at_once(int rows, bool coded) { return rows == 1 && !coded ? 4 : rows <= (coded ? 2 : 3) ? 2 : 1; }
 constexpr bool WIDENS_HALVES = true;
 #endif
-constexpr int64_t MANY = 4 * TILE;  // rows from which on weights are widened once, in a buffer
+constexpr int64_t MANY = (TILE == 8 ? 3 : 4) * TILE;  // rows from which on weights are widened once, in a buffer
 constexpr int WIDE = GROUP * BLOCK;
 constexpr int64_t AHEAD = 2048;  // bytes
 

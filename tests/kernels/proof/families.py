@@ -21,7 +21,7 @@ from graphspec.kernels.linear.fused.packed_linear import packed_linear
 from graphspec.kernels.registry import op_of
 from tests.kernels.proof.aot import compiled_for_gpu, source_of
 from tests.kernels.proof.attention import latent_attention_case
-from tests.kernels.proof.linear import FORMATS, SHAPES, _linear_call
+from tests.kernels.proof.linear import FORMATS, SHAPES, _linear_call, _linear_kv_write
 from tests.kernels.proof.sass import Instruction, cuobjdump, instructions
 
 ROWS = (*range(1, 65), 100, 512)
@@ -37,6 +37,14 @@ def matrix_instructions(code: Sequence[Instruction]) -> tuple[str, ...]:
 def _product(outputs: int, inputs: int, *parts: str) -> Callable[[int], None]:
     called = linear_summed if "stream" in parts else linear
     return lambda rows: called(**_linear_call(rows, outputs, inputs, *parts, "invariant"))
+
+
+def _kv_write(inputs: int, *parts: str) -> Callable[[int], None]:
+    def call(rows: int) -> None:
+        case = _linear_kv_write("", rows, inputs, *parts, "invariant")
+        case.launcher(**case.arguments())
+
+    return call
 
 
 def _packed(name: str) -> Callable[[int], None]:
@@ -64,6 +72,9 @@ def _latent_attention(rows: int) -> None:
 CALLS: dict[str, Callable[[int], None]] = {
     **{name: _product(outputs, inputs, *parts) for name, outputs, inputs, parts in SHAPES},
     **{name: _packed(name) for name in ("int4", "fp8-block", "q4-1")},
+    "qkv-write": _kv_write(4096, "summed"),
+    "first-qkv-write": _kv_write(4096, "norm"),
+    "head-norm-qkv-write": _kv_write(4096, "norm", "head-norm"),
     "tree attention": _tree_attention,
     "latent attention": _latent_attention,
 }
