@@ -1,15 +1,16 @@
-"""A chat model on a CPU against llama.cpp and transformers, by kind of prompt: ``make race``.
+"""A chat model on a CPU against llama.cpp, OpenVINO, ONNX Runtime and transformers, by kind of prompt: ``make race``.
 
 Every side answers the prompts of ``perf/prompts/chat.jsonl`` (five of each of eight kinds; in the last kind the answer repeats much of the
 prompt) one at a time, greedy, with a fixed number of new tokens. Sides take turns prompt by prompt, so that a slow phase of the machine
 affects all of them. A rate is new tokens by wall time, the prompt included; a side's figure is the median over rounds, its ratio the median
 over rounds of the ratio to plain decoding. With ``--prompt-tokens`` a rate is prompt tokens by the time of an answer of one token.
 
-Ours must give the tokens of plain decoding; a side that does not has no figure. llama.cpp rounds activations to 8 bits and transformers
-sums in another order, so of theirs the share of prompts with the same tokens is reported.
+Ours must give the tokens of plain decoding; a side that does not has no figure. The others round activations, choose 4 bits of their own
+or sum in another order, so of theirs the share of prompts with the same tokens is reported.
 
 llama.cpp is ``llama-server`` on the PATH or ``--llama PROGRAM``. It reads the same GGUF file; without one it is left out. Its ``ngram-mod``
-drafts from its answers to earlier requests, so its server starts anew for every round.
+drafts from its answers to earlier requests, so its server starts anew for every round. OpenVINO GenAI and ONNX Runtime GenAI are those of
+the interpreter ``--peers`` (:mod:`perf.peers`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -34,7 +37,8 @@ from graphspec.facts.folders import model_folder, shipped_drafts
 from graphspec.host.core_wait import CoreWait, busy_caution
 from graphspec.lab.measure.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
 from perf.llama_server import MODES, LlamaServer, eagle3, server_program
-from perf.peers import PeerError
+from perf.peers import CHAT_PEERS, PeerError, PeerProcess, check_installed
+from perf.same_bits import write_bfloat16
 from perf.speed import busy_programs
 
 PROMPTS = ROOT / "perf" / "prompts" / "chat.jsonl"
@@ -208,6 +212,30 @@ def llama_sides(args: argparse.Namespace, source: Path, open_servers: ExitStack)
     return sides, missing
 
 
+def peer_sides(args: argparse.Namespace, source: Path, file: Path, open_servers: ExitStack) -> tuple[list[Side], dict[str, str]]:
+    """The engines of ``--peers``, and for those that can't take part the reason."""
+    sides: list[Side] = []
+    missing: dict[str, str] = {}
+    copy: Path | None = None if file.suffix == ".gguf" else source
+    for peer in (peer for peer in CHAT_PEERS if not (args.plain and peer.baseline)):
+        try:
+            check_installed(peer, args.peers)
+            if not peer.model and file.suffix != ".gguf":
+                raise PeerError(f"it needs a GGUF file, found {file.name}")
+            if peer.model and copy is None:
+                copy = Path(open_servers.enter_context(tempfile.TemporaryDirectory()), "copy")
+                write_bfloat16(source, copy)
+            given = copy if peer.model and copy is not None else file
+            process = PeerProcess(peer, args.peers, "", given, args.threads or torch.get_num_threads())
+        except (PeerError, CheckpointError) as reason:
+            missing[peer.side] = str(reason)
+            continue
+        open_servers.callback(process.close)
+        answer = partial(process.generate, max_tokens=args.max_tokens, fixed=True)
+        sides.append(Side(peer.side, lambda prompt, answer=answer: answer([prompt])[0], version=process.version))  # type: ignore[misc]
+    return sides, missing
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the table, append the records to ``--out``; 1 if a side of ours has other tokens than plain decoding."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -215,6 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--draft", help="folder of an EAGLE-3 head; without: the one that comes with the model, if any")
     parser.add_argument("--llama", help="llama.cpp's llama-server; default: the one on the PATH")
     parser.add_argument("--llama-draft", help="the head as GGUF, by llama.cpp's converter: its EAGLE-3 takes part as well")
+    parser.add_argument("--peers", default=sys.executable, help="interpreter that has OpenVINO GenAI and ONNX Runtime GenAI")
     parser.add_argument("--no-hf", action="store_true", help="without transformers, which is slow")
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help='JSONL of {"kind": ..., "prompt": ...}')
     parser.add_argument("--raw", action="store_true", help="prompts as they are, without the chat template")
@@ -258,6 +287,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ExitStack() as open_servers:
         others, missing = llama_sides(args, file, open_servers)
         sides += others
+        others, reasons = peer_sides(args, source, file, open_servers)
+        sides += others
+        missing |= reasons
         if not args.no_hf:
             try:
                 sides.append(hf_side(source, args))
@@ -278,9 +310,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"Missing: {side}: {reason}.")
     if (caution := busy_caution({"all sides": busy})) is not None:
         print(caution)
-    settings = {
-        key: Path(value).name if key in ("llama", "llama_draft", "draft", "model") and value else value for key, value in vars(args).items()
-    }
+    files = ("llama", "llama_draft", "draft", "model", "peers")
+    settings = {key: Path(value).name if key in files and value else value for key, value in vars(args).items()}
     settings |= {key: within_repository(settings[key]) for key in ("out", "prompts")}
     write_jsonl(
         result_file(args.out, "chat-race"),

@@ -1,8 +1,8 @@
 """Runs an engine of another project in a separate process: JSON lines in, JSON lines out.
 
 It runs under the interpreter of an environment that has the engine, so it imports nothing of graphspec. A request is
-``{"prompts": [[id, ...], ...], "max_tokens": n}``, the answer ``{"tokens": [[id, ...], ...]}``, greedy; the prompts of a request are one
-batch and have one length. The first line of output is ``{"version": ...}``.
+``{"prompts": [[id, ...], ...], "max_tokens": n, "fixed": whether n are wanted in any case}``, the answer ``{"tokens": [[id, ...], ...]}``,
+greedy; the prompts of a request are one batch and have one length. The first line of output is ``{"version": ...}``.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 Batch = list[list[int]]
-Generate = Callable[[Batch, int], Batch]
+Generate = Callable[[Batch, int, bool], Batch]
 
 
 def onnxruntime(folder: str, threads: int, ngram: bool) -> Generate:
@@ -29,9 +30,10 @@ def onnxruntime(folder: str, threads: int, ngram: bool) -> Generate:
     eos = json.loads(Path(folder, "genai_config.json").read_text(encoding="utf-8"))["model"]["eos_token_id"]
     ends = set(eos if isinstance(eos, list) else [eos])
 
-    def generate(prompts: Batch, max_tokens: int) -> Batch:
+    def generate(prompts: Batch, max_tokens: int, fixed: bool) -> Batch:
         params = engine.GeneratorParams(model)
-        params.set_search_options(max_length=len(prompts[0]) + max_tokens, do_sample=False, batch_size=len(prompts))
+        length = len(prompts[0]) + max_tokens
+        params.set_search_options(max_length=length, min_length=length if fixed else 0, do_sample=False, batch_size=len(prompts))
         if ngram:
             params.set_speculative_options(ngram_size=2, max_draft_tokens=4)
         generator = engine.Generator(model, params)
@@ -53,26 +55,35 @@ def ctranslate2(folder: str, threads: int) -> Generate:
     words = json.loads(Path(folder, "vocabulary.json").read_text(encoding="utf-8"))
     model = engine.Generator(folder, device="cpu", compute_type="float32", intra_threads=threads, inter_threads=1)
 
-    def generate(prompts: Batch, max_tokens: int) -> Batch:
+    def generate(prompts: Batch, max_tokens: int, fixed: bool) -> Batch:
+        least = max_tokens if fixed else 0
         tokens = [[words[token] for token in prompt] for prompt in prompts]
-        found = model.generate_batch(tokens, max_length=max_tokens, include_prompt_in_result=False, sampling_topk=1, return_end_token=True)
+        how = {"max_length": max_tokens, "min_length": least, "sampling_topk": 1, "return_end_token": True}
+        found = model.generate_batch(tokens, include_prompt_in_result=False, **how)
         return [list(row.sequences_ids[0]) for row in found]
 
     return generate
 
 
-def openvino(folder: str, threads: int) -> Generate:
-    """OpenVINO GenAI in float32; its default is bfloat16 if the processor has it."""
+def openvino(path: str, threads: int, **options: Any) -> Generate:
+    """OpenVINO GenAI. In its default precision activations are bfloat16 if the processor has it.
+
+    Args:
+        path: a folder of its own, or a GGUF file.
+        threads: of the CPU.
+        options: of the pipeline; with ``prompt_lookup``, n-grams of up to 3 tokens draft 4.
+    """
     import numpy as np
     import openvino as runtime
     import openvino_genai as engine
 
-    precision = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-    pipeline = engine.LLMPipeline(folder, "CPU", INFERENCE_NUM_THREADS=threads, **precision)
+    pipeline = engine.LLMPipeline(path, "CPU", INFERENCE_NUM_THREADS=threads, **options)
 
-    def generate(prompts: Batch, max_tokens: int) -> Batch:
+    def generate(prompts: Batch, max_tokens: int, fixed: bool) -> Batch:
         config = engine.GenerationConfig()
-        config.max_new_tokens, config.do_sample = max_tokens, False
+        config.max_new_tokens, config.do_sample, config.ignore_eos = max_tokens, False, fixed
+        if options.get("prompt_lookup"):
+            config.max_ngram_size, config.num_assistant_tokens = 3, 4
         ids = np.array(prompts, dtype=np.int64)
         inputs = engine.TokenizedInputs(runtime.Tensor(ids), runtime.Tensor(np.ones_like(ids)))
         return [list(map(int, row)) for row in pipeline.generate(inputs, config).tokens]
@@ -84,7 +95,9 @@ ENGINES: dict[str, tuple[str, Callable[[str, int], Generate]]] = {
     "ort": ("onnxruntime-genai", lambda folder, threads: onnxruntime(folder, threads, ngram=False)),
     "ort-ngram": ("onnxruntime-genai", lambda folder, threads: onnxruntime(folder, threads, ngram=True)),
     "ct2": ("ctranslate2", ctranslate2),
-    "openvino": ("openvino-genai", openvino),
+    "openvino": ("openvino-genai", partial(openvino, INFERENCE_PRECISION_HINT="f32", KV_CACHE_PRECISION="f32")),
+    "openvino-own": ("openvino-genai", openvino),
+    "openvino-lookup": ("openvino-genai", partial(openvino, prompt_lookup=True)),
 }
 
 
@@ -103,7 +116,7 @@ def main(name: str, folder: str, threads: int) -> None:
     answer({"version": importlib.metadata.version(package)})
     for line in sys.stdin:
         request = json.loads(line)
-        answer({"tokens": generate(request["prompts"], request["max_tokens"])})
+        answer({"tokens": generate(request["prompts"], request["max_tokens"], request["fixed"])})
 
 
 if __name__ == "__main__":

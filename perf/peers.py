@@ -1,4 +1,4 @@
-"""Other engines as sides of ``make race MODEL=demo``: their requirements, converted models and processes.
+"""Other engines as sides of ``make race``: their requirements, converted models and processes.
 
 ``pip install -e ".[race]"`` installs ONNX Runtime GenAI, CTranslate2 and OpenVINO GenAI. They may be in another environment, whose
 interpreter is ``--peers PYTHON``. Converted models are kept in the cache folder, by name of the converter and content of the checkpoint.
@@ -29,7 +29,7 @@ class PeerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An engine: ``side`` is its name in tables, ``model`` its converter, ``batches`` whether it takes several prompts at once."""
+    """An engine: ``side`` is its name in tables, ``model`` its converter (empty: it reads GGUF), ``batches`` whether it takes batches."""
 
     name: str
     side: str
@@ -45,12 +45,20 @@ PEERS = (
     Peer("ct2", "CTranslate2", "ctranslate2", "ct2"),
     Peer("openvino", "OpenVINO GenAI", "openvino_genai", "openvino"),
 )
+CHAT_PEERS = (
+    Peer("openvino-own", "OpenVINO GenAI", "openvino_genai", ""),
+    Peer("openvino-lookup", "OpenVINO GenAI, prompt lookup (3, 4)", "openvino_genai", "", "OpenVINO GenAI"),
+    Peer("ort", "ONNX Runtime GenAI, int4", "onnxruntime_genai", "ort-int4"),
+    Peer("ort-ngram", "ONNX Runtime GenAI, int4, n-gram (2, 4)", "onnxruntime_genai", "ort-int4", "ONNX Runtime GenAI, int4"),
+)
+"""Sides of a chat model, in their own precision: OpenVINO reads the same GGUF file, ONNX Runtime 4 bits that its converter chose."""
 
 
 def _command(model: str, python: str, exporter: str, source: Path, out: Path) -> list[str]:
     """The command line of the converter."""
-    if model == "ort":
-        return [python, "-m", "onnxruntime_genai.models.builder", "-m", str(source), "-o", str(out), "-p", "fp32", "-e", "cpu"]
+    if model in ("ort", "ort-int4"):
+        precision = "int4" if model == "ort-int4" else "fp32"
+        return [python, "-m", "onnxruntime_genai.models.builder", "-m", str(source), "-o", str(out), "-p", precision, "-e", "cpu"]
     if model == "ct2":
         code = "from ctranslate2.converters.transformers import main; main()"
         return [python, "-c", code, "--model", str(source), "--output_dir", str(out), "--force"]
@@ -95,6 +103,20 @@ def convert(model: str, python: str, exporter: str, source: Path) -> Path:
     return folder
 
 
+def check_installed(peer: Peer, python: str) -> None:
+    """Check that an interpreter has an engine.
+
+    Raises:
+        PeerError: it has not.
+    """
+    try:
+        found = subprocess.run([python, "-c", f"import {peer.module}"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise PeerError(f"no interpreter: {error}") from error
+    if found.returncode:
+        raise PeerError(f"not installed: {found.stderr.strip().splitlines()[-1]}")
+
+
 class PeerProcess:
     """A running worker, with one line per request and per answer.
 
@@ -103,13 +125,8 @@ class PeerProcess:
     """
 
     def __init__(self, peer: Peer, python: str, exporter: str, source: Path, threads: int) -> None:
-        try:
-            found = subprocess.run([python, "-c", f"import {peer.module}"], capture_output=True, text=True, check=False)
-        except OSError as error:
-            raise PeerError(f"no interpreter: {error}") from error
-        if found.returncode:
-            raise PeerError(f"not installed: {found.stderr.strip().splitlines()[-1]}")
-        folder = convert(peer.model, python, exporter, source)
+        check_installed(peer, python)
+        folder = convert(peer.model, python, exporter, source) if peer.model else source
         self._errors: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 (closed with the process)
         self._process = subprocess.Popen(
             [python, str(WORKER), peer.name, str(folder), str(threads)],
@@ -117,10 +134,10 @@ class PeerProcess:
         )  # fmt: skip
         self.version: str = self._read()["version"]
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-        """New tokens of each prompt, all prompts in one batch."""
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, *, fixed: bool = False) -> list[list[int]]:
+        """New tokens of each prompt, all prompts in one batch; ``fixed``: exactly so many, whatever ends a text."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompts": prompts, "max_tokens": max_tokens}) + "\n")
+        self._process.stdin.write(json.dumps({"prompts": prompts, "max_tokens": max_tokens, "fixed": fixed}) + "\n")
         self._process.stdin.flush()
         return self._read()["tokens"]
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from perf import chat_race, llama_server
+from perf import chat_race, llama_server, peers
 from perf.llama_server import LlamaServer, Mode
 from perf.peers import PeerError
 
@@ -83,6 +83,44 @@ def test_a_server_that_does_not_start_is_missing_with_its_own_words(program, tmp
         assert chat_race.llama_sides(args, tmp_path, stack)[1]["plain"].startswith("it needs a GGUF file")
     with pytest.raises(PeerError, match="not found"):
         llama_server.server_program(str(tmp_path / "none"))
+
+
+def test_engines_of_another_interpreter_read_the_file_or_a_copy(tmp_path, monkeypatch):
+    """What needs a converter gets the numbers in bfloat16, written once; who can't take part says why."""
+    reading, converting = peers.Peer("own", "Reads", "json", ""), peers.Peer("made", "Converts", "json", "echo")
+    others = peers.Peer("again", "Converts too", "json", "echo", "Converts"), peers.Peer("gone", "Gone", "no_such_engine", "")
+    monkeypatch.setattr(chat_race, "CHAT_PEERS", (reading, converting, *others))
+    monkeypatch.setattr(chat_race, "write_bfloat16", lambda source, folder: copies.append(folder))
+    copies, started = [], []
+
+    class Process:
+        version = "1"
+
+        def __init__(self, peer, python, exporter, source, threads):
+            self.peer = peer
+            started.append((peer.side, source, threads))
+
+        def generate(self, prompts, max_tokens, *, fixed):
+            assert fixed
+            return [[self.peer.name, *prompt][:max_tokens] for prompt in prompts]
+
+        def close(self):
+            started.append("closed")
+
+    monkeypatch.setattr(chat_race, "PeerProcess", Process)
+    args = Namespace(peers=sys.executable, threads=2, max_tokens=2, plain=False)
+    folder, file = tmp_path / "model", tmp_path / "model" / "model.gguf"
+    with ExitStack() as stack:
+        sides, missing = chat_race.peer_sides(args, folder, file, stack)
+        assert started == [("Reads", file, 2), ("Converts", copies[0], 2), ("Converts too", copies[0], 2)] and len(copies) == 1
+        assert [side.answer([5, 6]) for side in sides] == [["own", 5], ["made", 5], ["again", 5]]
+        assert list(missing) == ["Gone"] and "no_such_engine" in missing["Gone"]
+    assert started[3:] == ["closed"] * 3
+    with ExitStack() as stack:
+        args.plain = True
+        sides, missing = chat_race.peer_sides(args, folder, folder, stack)
+        assert [side.name for side in sides] == ["Converts"] and len(copies) == 1, "a folder of numbers needs no copy"
+        assert missing["Reads"] == "it needs a GGUF file, found model"
 
 
 def test_rates_are_by_group_and_ours_with_other_tokens_have_none(monkeypatch):

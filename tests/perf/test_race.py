@@ -17,10 +17,10 @@ importlib.metadata.version = lambda package: "9.9"
 names = runpy.run_path({worker!r})
 def load(folder, threads):
     print("noise of the engine")
-    def generate(prompts, max_tokens):
+    def generate(prompts, max_tokens, fixed):
         if prompts[0][0] < 0:
             sys.exit("no negative tokens")
-        return [[threads, *prompt[: max_tokens - 1]] for prompt in prompts]
+        return [[threads, *prompt[: max_tokens - 1], *[0] * fixed] for prompt in prompts]
     return generate
 names["ENGINES"]["echo"] = ("echo", load)
 names["main"](sys.argv[1], sys.argv[2], int(sys.argv[3]))
@@ -45,7 +45,7 @@ def test_a_peer_answers_batch_by_batch_whatever_it_prints(worker):
     process = peers.PeerProcess(PEER, sys.executable, "none", worker, 3)
     assert process.version == "9.9"
     assert process.generate([[1, 2], [4, 5]], 2) == [[3, 1], [3, 4]]
-    assert process.generate([[7, 8]], 3) == [[3, 7, 8]]
+    assert process.generate([[7, 8]], 3) == [[3, 7, 8]] and process.generate([[7, 8]], 3, fixed=True) == [[3, 7, 8, 0]]
     with pytest.raises(peers.PeerError, match="no negative tokens"):
         process.generate([[-1]], 1)
     process.close()
