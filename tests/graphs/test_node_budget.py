@@ -217,7 +217,7 @@ def test_launches_of_a_prompts_chunk(tokens: int, layers: int) -> None:
     assert len(many) - len(few) == layers
     if tokens == 16:
         assert len(few) + 25 * layers // 2 == 188, "of 32 layers"
-    assert few.copied_arguments == many.copied_arguments == []
+    assert few.copied_arguments == many.copied_arguments == [] and few.returned == many.returned == 0
 
 
 def test_sampling_adds_no_copy_of_the_vocabulary(tree: Launches) -> None:

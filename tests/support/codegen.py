@@ -22,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._dynamo import lookup_backend
 from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 
@@ -135,6 +136,8 @@ class Launches:
     names: tuple[tuple[str, str], ...]
     """``(kind, name)``: ``triton`` for Inductor's own kernels, ``extern`` for library products, ``op`` for operators, ``copy``."""
     code: str
+    returned: int = 0
+    """Results that the program's graph returns. A region is compiled without running, so there may be none."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -199,18 +202,25 @@ def launches_of(*programs: Callable[[], None]) -> Launches:
         texts.append(code if isinstance(code, str) else code.value)
         raise _TextReachedError
 
+    returned: list[Any] = []
+
+    def inductor(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        (output,) = module.graph.find_nodes(op="output")
+        returned.extend(output.args[0])
+        return lookup_backend("inductor")(module, inputs)
+
     found = []
     for program in programs:
         with mock.patch.object(GraphLowering, "save_output_code", staticmethod(keep)), torch.no_grad():
             torch._dynamo.reset()
             try:
-                torch.compile(program, fullgraph=True, dynamic=False)()
+                torch.compile(program, fullgraph=True, dynamic=False, backend=inductor)()
             except Exception:
                 if not texts:
                     raise
         found.append(_read(texts[-1]))
         texts.clear()
-    return Launches(tuple(name for each in found for name in each.names), "\n".join(each.code for each in found))
+    return Launches(tuple(name for each in found for name in each.names), "\n".join(each.code for each in found), len(returned))
 
 
 def compile_kernels(found: Launches) -> list[str]:

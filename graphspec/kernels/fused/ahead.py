@@ -189,29 +189,44 @@ class KernelCompiler:
                 process.communicate()
 
     def _compile(self, job: Job) -> Compiled:
+        """What became of a job. Whatever goes wrong here must not stop the engine, whose launch compiles the kernel then."""
         began = time.monotonic()
+        try:
+            entry, error = self._ask(job)
+            if not error:
+                mark = job.mark()
+                mark.parent.mkdir(parents=True, exist_ok=True)
+                mark.touch()
+        except (OSError, EOFError, pickle.UnpicklingError) as reason:
+            entry, error = "", f"{type(reason).__name__}: {reason}"
+        return Compiled(job.kernel, time.monotonic() - began, entry, error)
+
+    def _ask(self, job: Job) -> tuple[str, str]:
+        """The answer of a process to a job: its entry in the cache, or an error.
+
+        Raises:
+            OSError, EOFError, pickle.UnpicklingError: there is no process, or no answer.
+        """
         process = self._process()
-        if process is None:
-            return Compiled(job.kernel, 0.0, error="the compiler was closed")
         assert process.stdin is not None and process.stdout is not None
         try:
             pickle.dump(job, process.stdin)
             process.stdin.flush()
-            entry, error = pickle.load(process.stdout)
+            answer: tuple[str, str] = pickle.load(process.stdout)
         except (EOFError, OSError):
-            return Compiled(job.kernel, time.monotonic() - began, error=f"its process ended with {process.wait()}")
+            raise EOFError(f"its process ended with {process.wait()}") from None
         self._idle.append(process)
-        if not error:
-            mark = job.mark()
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.touch()
-        return Compiled(job.kernel, time.monotonic() - began, entry, error)
+        return answer
 
-    def _process(self) -> subprocess.Popen[bytes] | None:
-        """One that is idle, else a new one; None: closed."""
+    def _process(self) -> subprocess.Popen[bytes]:
+        """One that is idle, else a new one.
+
+        Raises:
+            OSError: it can't be started, or the compiler was closed.
+        """
         with self._starting:
             if self._closed:
-                return None
+                raise OSError("the compiler was closed")
             if not self._idle:
                 self._processes.append(_start())
                 return self._processes[-1]

@@ -11,16 +11,18 @@ namespace {
 
 // Rows handled together, and registers of sixteen outputs: as many as leave room for the weights among the vector registers. Codes with scales are read
 // from one block at a time: from two, a row took up to a quarter longer on one thread.
+// From more than MANY rows on, weights are widened once, in a buffer.
 #ifdef __AVX512F__
 constexpr int TILE = 8;
+constexpr int64_t MANY = 3 * TILE;
 constexpr int parts_at_once(int rows, bool coded) { return rows <= 2 && !coded ? 4 : 2; }
 constexpr bool WIDENS_HALVES = false;  // numbers of 16 bits take one instruction here, less than reading them in 32 bits
 #else
 constexpr int TILE = 6;
+constexpr int64_t MANY = 4 * TILE;
 constexpr int parts_at_once(int rows, bool coded) { return rows == 1 && !coded ? 4 : rows <= (coded ? 2 : 3) ? 2 : 1; }
 constexpr bool WIDENS_HALVES = true;
 #endif
-constexpr int64_t MANY = (TILE == 8 ? 3 : 4) * TILE;  // rows from which on weights are widened once, in a buffer
 constexpr int WIDE = GROUP * BLOCK;
 constexpr int64_t AHEAD = 2048;  // bytes
 

@@ -29,6 +29,7 @@ import json, os, signal, sys, time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 from triton.backends.compiler import GPUTarget
 from graphspec.kernels.fused.ahead import Job, KernelCompiler
 from graphspec.kernels.fused.launch import observing
@@ -86,6 +87,14 @@ with closing(KernelCompiler(target, 1)) as killed:
     killed.take([other])
     report["killed"] = reported(killed.wait())
 
+# Without a process there is no kernel, and no error either.
+def refuse():
+    raise OSError("no more processes")
+
+with mock.patch("graphspec.kernels.fused.ahead._start", refuse), closing(KernelCompiler(target, 1)) as alone:
+    alone.take([first])
+    report["refused"] = reported(alone.wait())
+
 # Closing waits for nothing.
 compiler = KernelCompiler(target, 1)
 compiler.take(called)
@@ -127,8 +136,9 @@ def test_what_is_in_the_cache_starts_no_process(report: Any) -> None:
 
 def test_a_process_that_dies_costs_one_kernel(report: Any) -> None:
     (_, entry, error), (_, other, fine) = report["killed"]
-    assert not entry and error == "its process ended with -9" and other and not fine
-    assert "_linear was not compiled ahead: its process ended with -9" in report["log"]
+    assert not entry and error == "EOFError: its process ended with -9" and other and not fine
+    assert "_linear was not compiled ahead: EOFError: its process ended with -9" in report["log"]
+    assert report["refused"] == [["_linear", "", "OSError: no more processes"]]
 
 
 def test_closing_does_not_wait(report: Any) -> None:
