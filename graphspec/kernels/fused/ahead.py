@@ -286,7 +286,7 @@ def compiling_ahead(engines: int = 1) -> Iterator[Callable[[], object]]:
     """A context in which the kernels of everything that is traced are compiled meanwhile, for the current device.
 
     Args:
-        engines: that do so at the same time on this machine. One without :func:`processes_for` it compiles nothing ahead.
+        engines: that do so at the same time on this machine. Where :func:`processes_for` them is 0, nothing is compiled ahead.
 
     Yields:
         Waits for the kernels traced so far.
