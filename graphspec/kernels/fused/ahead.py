@@ -270,9 +270,10 @@ def work() -> None:
 
 
 def processes_for(engines: int = 1) -> int:
-    """How many processes each of so many engines should have: all but one of its share of the cores that this process may use.
+    """Number of compiler processes per engine, where ``engines`` start at the same time.
 
-    No more than Inductor may start for its own kernels (``TORCHINDUCTOR_COMPILE_THREADS``), which compiles in this process if that is one.
+    An engine keeps one of its share of the cores for itself. ``TORCHINDUCTOR_COMPILE_THREADS`` is the upper limit, as for Inductor's own
+    kernels; at 1 nothing is compiled in other processes.
     """
     from torch._inductor import config
 
@@ -286,7 +287,8 @@ def compiling_ahead(engines: int = 1) -> Iterator[Callable[[], object]]:
     """A context in which the kernels of everything that is traced are compiled meanwhile, for the current device.
 
     Args:
-        engines: that do so at the same time on this machine. Where :func:`processes_for` them is 0, nothing is compiled ahead.
+        engines: number of engines that start at the same time on this machine; see :func:`processes_for`. Without a process nothing is
+            compiled ahead.
 
     Yields:
         Waits for the kernels traced so far.
