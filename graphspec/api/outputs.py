@@ -30,6 +30,7 @@ class Metrics:
         lossy: the acceptance rule changes the target's distribution.
         synthetic: accepted lengths were forced. Only the times mean anything.
         numerics: ``batch_invariant`` or ``fast``, whatever ``kernels.numerics=auto`` meant (docs/numerics.md).
+        activations: ``kernels.activations``.
     """
 
     cycles: int
@@ -42,6 +43,7 @@ class Metrics:
     lossy: bool = False
     synthetic: bool = False
     numerics: str = "fast"
+    activations: str = "full"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -214,6 +216,7 @@ def summarise(requests: Sequence[Request], plan: Plan) -> Metrics:
         lossy=plan.accept.lossy,
         synthetic=plan.accept.synthetic,
         numerics=plan.numerics,
+        activations=plan.activations,
     )
 
 

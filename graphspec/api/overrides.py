@@ -64,6 +64,7 @@ class Overrides(TypedDict, total=False):
     attention: str
     linear: str
     numerics: str
+    activations: str
     programmatic_launch: bool | None
     compile_around: bool
     linear_table: str | None

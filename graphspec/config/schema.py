@@ -22,6 +22,7 @@ ATTENTIONS = (*IMPLEMENTATIONS, "flashinfer")
 HOST_STEP_OVER_LATENT_ROWS = ("flashinfer",)
 """Attention whose kernels for latent rows take a work list from the host, and chains only."""
 NUMERICS = ("auto", "fast", "batch_invariant")
+ACTIVATIONS = ("full", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 DRAFT_NOISES = ("coupled", "none")
 DRAFT_PARALLEL = ("auto", "replicated", "sharded")
@@ -238,6 +239,9 @@ class KernelsConfig:
     numerics: str = "auto"
     """batch_invariant: a token's logits depend to the bit on the tokens before it alone; fast: sums in the order that measured best for
     the number of rows; auto: the former where it is free and proved, on a CPU by native kernels, else fast (docs/numerics.md)."""
+    activations: str = "full"
+    """What linear layers multiply weights of 4 or 8 bits by. full: the dtype of arithmetic; int8: activations rounded to 8 bits, 32 channels to a
+    scale, as llama.cpp does. Only for native linear layers on a CPU; other outputs, with and without drafts the same (docs/numerics.md)."""
     programmatic_launch: bool | None = None
     """Programmatic dependent launch: a fused kernel starts while the previous one drains. null: if its probe has passed on this machine
     (docs/kernels.md)."""
@@ -252,6 +256,7 @@ class KernelsConfig:
         one_of("kernels.attention", self.attention, ATTENTIONS)
         one_of("kernels.linear", self.linear, IMPLEMENTATIONS)
         one_of("kernels.numerics", self.numerics, NUMERICS)
+        one_of("kernels.activations", self.activations, ACTIVATIONS)
         if self.linear_table is not None and self.numerics == "batch_invariant":
             raise ConfigError(
                 "kernels.linear_table", f"null with kernels.numerics={self.numerics}, which chooses nothing", self.linear_table

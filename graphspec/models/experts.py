@@ -91,8 +91,10 @@ class MixtureOfExperts(KernelModule, ShardedModule):
             return
         for name in self.WEIGHTS:
             weight = getattr(self, name)
-            [own] = weight.segments if isinstance(weight, PackedWeight) else [weight.flatten(0, 1)]
-            setattr(self, f"native_{name.rpartition('_')[0]}", native.pack_experts(own, self.experts.num_experts, self.stored.get(name)))
+            coded = isinstance(weight, PackedWeight)
+            [own] = weight.segments if coded else [weight.flatten(0, 1)]
+            packed = native.pack_experts(own, self.experts.num_experts, self.stored.get(name), coded and weight.rounded)
+            setattr(self, f"native_{name.rpartition('_')[0]}", packed)
             setattr(self, name, None)
         self._mix_native = native.mix
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from torch import Tensor, nn
 
 from ..kernels import resolve
+from ..kernels.linear.packed import Packed
 from ..plan.buffers import DTYPES
 from .experts import MixtureOfExperts
 from .layers import Embedding, Linear, RMSNorm, SelfAttention
@@ -83,8 +84,9 @@ def _product(linear: Linear) -> stack.Product:
     from ..kernels.native.stack import Product
 
     assert linear.weight is not None, "layers that are not packed yet"
-    weight = linear.weight.float_segments if isinstance(linear.weight, PackedWeight) else linear.weight
-    return Product(weight, linear.bias, linear.stored)
+    if isinstance(linear.weight, PackedWeight):
+        return Product(linear.weight.float_segments, linear.bias, linear.stored, linear.weight.rounded)
+    return Product(linear.weight, linear.bias, linear.stored)
 
 
 class DecoderStack(nn.Module):
@@ -238,6 +240,24 @@ def round_weights(network: nn.Module, plan: Plan) -> None:
             module.stored = dtype
         if isinstance(module, MixtureOfExperts):
             module.stored |= {name: dtype for name in module.WEIGHTS if isinstance(getattr(module, name), nn.Parameter)}
+
+
+def round_activations(network: nn.Module) -> tuple[int, int]:
+    """Make products round activations to 8 bits where the weight's codes allow it, before weights are packed.
+
+    Returns:
+        Weights whose products do so, all or some of their rows, and the weights of all linear layers and experts.
+    """
+    from ..kernels.native import roundable
+
+    modules = list(network.modules())
+    held = [module.weight for module in modules if isinstance(module, Linear)]
+    held += [getattr(module, name) for module in modules if isinstance(module, MixtureOfExperts) for name in module.WEIGHTS]
+    weights = [weight for weight in held if weight is not None]
+    codes = [w for w in weights if isinstance(w, PackedWeight) and any(isinstance(part, Packed) and roundable(part) for part in w.segments)]
+    for weight in codes:
+        weight.rounded = True
+    return len(codes), len(weights)
 
 
 def uses_packed_weights(plan: Plan) -> bool:

@@ -1,8 +1,10 @@
-"""Numerics of an engine: what ``kernels.numerics`` names, or the choice of ``auto``. Imports no torch."""
+"""Numerics of an engine: what ``kernels.numerics`` names, or the choice of ``auto``, and ``kernels.activations``. Imports no torch."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from ..errors import ConfigError
 
 if TYPE_CHECKING:
     from ..config.schema import KernelsConfig
@@ -26,3 +28,19 @@ def resolve_numerics(config: KernelsConfig, mode: str, target: ModelFacts, *, de
     native = mode == "compiled" and device == "cpu" and dtype == "float32" and config.attention == config.linear == "auto"
     whole = target.recurrent is None and target.latent is None and target.experts is None and not target.sharding.sharded
     return "batch_invariant" if native and whole else "fast"
+
+
+def resolve_activations(config: KernelsConfig, mode: str, *, device: str, dtype: str) -> str:
+    """``kernels.activations``, where an engine can have it.
+
+    Args:
+        config, mode, device, dtype: as of :func:`resolve_numerics`.
+
+    Raises:
+        ConfigError: ``int8`` without native linear layers.
+    """
+    native = device == "cpu" and dtype == "float32" and (config.linear == "native" or (config.linear == "auto" and mode == "compiled"))
+    if config.activations == "int8" and not native:
+        expected = "full, unless linear layers are native (runtime=compiled on a CPU, or kernels.linear=native)"
+        raise ConfigError("kernels.activations", expected, f"int8 on {device} with kernels.mode={mode}, kernels.linear={config.linear}")
+    return config.activations

@@ -28,7 +28,7 @@ from ..shapes import (  # fmt: skip
 from .acceptance import AcceptPlan, resolve_accept
 from .draft_parallel import DraftParallel, resolve_draft_parallel
 from .dtypes import resolve_dtypes
-from .numerics import resolve_numerics
+from .numerics import resolve_activations, resolve_numerics
 from .own_modules import check_own_modules
 from .runtime import Runtime, resolve_runtime
 from .static_tree import StaticTree
@@ -112,6 +112,7 @@ class Plan:
     attention: str
     linear: str
     numerics: str
+    activations: str
     programmatic_launch: bool | None
     compile_around: bool
     runtime: Runtime
@@ -514,6 +515,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         attention=config.kernels.attention,
         linear=config.kernels.linear,
         numerics=resolve_numerics(config.kernels, kernels, target, device=device, dtype=dtypes.compute),
+        activations=resolve_activations(config.kernels, kernels, device=device, dtype=dtypes.compute),
         programmatic_launch=config.kernels.programmatic_launch,
         compile_around=config.kernels.compile_around,
         runtime=chosen,

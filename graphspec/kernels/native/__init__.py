@@ -234,6 +234,8 @@ NONE, ZERO, MINIMUM, MINIMUM_APART = range(4)
 """``Offset`` in C++."""
 ALIGNMENT = 64
 """Alignment of tensors that C++ streams, in bytes."""
+FIELDS = 7
+"""Of a ``Segment`` in C++."""
 E4M3_FACTOR = 256.0
 """By which C++ reads codes of this kind too small."""
 
@@ -285,7 +287,7 @@ def _codes(weight: Packed) -> Tensor:
     return (low | high << 4).transpose(1, 2)
 
 
-def _segment(weight: Packed) -> tuple[Tensor, list[int]]:
+def _segment(weight: Packed, rounded: bool) -> tuple[Tensor, list[int]]:
     """The data of a segment, and its description without the place."""
     check_packed(weight, "native products: weight")
     outputs, channels = weight.shape
@@ -309,15 +311,22 @@ def _segment(weight: Packed) -> tuple[Tensor, list[int]]:
     codes, whole = _codes(weight), channels // group
     body = torch.cat((table[:, :whole], codes[:, : whole * group].unflatten(1, (whole, group)).flatten(2)), -1).flatten(1)
     rest = (table[:, whole:].flatten(1), codes[:, whole * group :].flatten(1))
-    return torch.cat((body, *rest), -1), [CODE[weight.code], CODE[dtype], kind, group, outputs]
+    return torch.cat((body, *rest), -1), [CODE[weight.code], CODE[dtype], kind, group, outputs, rounded and roundable(weight)]
 
 
 def _dense_segment(weight: Tensor, stored: torch.dtype | None) -> tuple[Tensor, list[int]]:
     packed = pack_linear(weight, stored)
-    return packed.view(torch.uint8), [CODE[packed.dtype], CODE[packed.dtype], NONE, weight.shape[1], weight.shape[0]]
+    return packed.view(torch.uint8), [CODE[packed.dtype], CODE[packed.dtype], NONE, weight.shape[1], weight.shape[0], False]
 
 
-def pack_segments(segments: Sequence[Packed | Tensor], stored: torch.dtype | None = None) -> Tensor:
+def roundable(weight: Packed) -> bool:
+    """Whether products of this weight can take activations of 8 bits: its codes are integers, or halves of integers, runs of channels share
+    scales, and channels come in 32.
+    """
+    return weight.code != "e4m3" and weight.group_of is None and weight.group % 16 == 0 == weight.shape[1] % 32
+
+
+def pack_segments(segments: Sequence[Packed | Tensor], stored: torch.dtype | None = None, rounded: bool = False) -> Tensor:
     """uint8, one-dimensional: a weight whose output rows are stored in these formats, top to bottom, as it describes itself.
 
     Each group of channels has its scales next to its codes, so a product reads one stream.
@@ -325,6 +334,7 @@ def pack_segments(segments: Sequence[Packed | Tensor], stored: torch.dtype | Non
     Args:
         segments: codes, or float32 ``[out, in]``.
         stored: as of :func:`pack_linear`.
+        rounded: products round activations to 8 bits for codes that are :func:`roundable` (``rounded.h``).
 
     Raises:
         ConfigError: a tensor of another dtype or shape, NaN among codes of 8-bit floats, or rows of different length.
@@ -332,9 +342,9 @@ def pack_segments(segments: Sequence[Packed | Tensor], stored: torch.dtype | Non
     lengths = {segment.shape[1] for segment in segments}
     if len(lengths) != 1:
         raise ConfigError("native products: weight", "rows of one length", sorted(lengths))
-    made = [_segment(segment) if isinstance(segment, Packed) else _dense_segment(segment, stored) for segment in segments]
+    made = [_segment(segment, rounded) if isinstance(segment, Packed) else _dense_segment(segment, stored) for segment in segments]
     words = [len(made), *lengths]
-    size = _aligned(8 * (len(words) + 6 * len(made)))
+    size = _aligned(8 * (len(words) + FIELDS * len(made)))
     for data, description in made:
         words += [size, *description]
         size += _aligned(data.numel())
@@ -342,9 +352,9 @@ def pack_segments(segments: Sequence[Packed | Tensor], stored: torch.dtype | Non
     return torch.cat([torch.nn.functional.pad(part, (0, -part.numel() % ALIGNMENT)) for part in parts])
 
 
-def pack_codes(weight: Packed) -> Tensor:
-    """:func:`pack_segments` of one segment: the products are those of the float32 weight that it stands for, bit for bit."""
-    return pack_segments([weight])
+def pack_codes(weight: Packed, rounded: bool = False) -> Tensor:
+    """:func:`pack_segments` of one segment: unless ``rounded``, products are those of the float32 weight that it stands for, bit for bit."""
+    return pack_segments([weight], rounded=rounded)
 
 
 def _aligned(size: int) -> int:
@@ -359,7 +369,7 @@ def channels_of(packed: Tensor) -> int:
 def outputs_of(packed: Tensor) -> int:
     """Output rows of a weight of :func:`pack_segments`."""
     words = packed[: len(packed) // 8 * 8].view(torch.int64)
-    return int(words[7 : 2 + 6 * int(words[0]) : 6].sum())
+    return int(words[7 : 2 + FIELDS * int(words[0]) : FIELDS].sum())
 
 
 def code_of(packed: Tensor) -> int:

@@ -17,6 +17,7 @@ SOURCES = (
     "ngram.cpp",
     "product.cpp",
     "recurrent.cpp",
+    "rounded.cpp",
     "rows.cpp",
     "sampling.cpp",
     "stack.cpp",
@@ -24,7 +25,7 @@ SOURCES = (
     "tape.cpp",
     "team.cpp",
 )
-HEADERS = ("attention.h", "call.h", "codes.h", "delta.h", "noise.h", "pace.h", "product.h", "simd.h", "ssm.h", "states.h", "team.h")
+HEADERS = ("attention.h", "call.h", "codes.h", "delta.h", "integers.h", "noise.h", "pace.h", "product.h", "rounded.h", "simd.h", "ssm.h", "states.h", "team.h")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-pthread", "-shared", "-fPIC")
 KEY = "kernels.attention=native"
 HINT = "install g++, or choose runtime=eager, with kernels.attention and kernels.linear auto or reference"

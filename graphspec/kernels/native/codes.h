@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "product.h"
 #include "simd.h"
 
 namespace {
@@ -172,5 +173,21 @@ struct E4m3 {
     return load16(halves);
   }
 };
+
+// What a segment's blocks have in common.
+struct Format {
+  explicit Format(const graphspec::Segment& segment, int64_t channels, int64_t step, int64_t tables) : channels(channels), group(segment.group), scale(segment.scale) {
+    const int64_t groups = (channels + group - 1) / group;
+    scale_bytes = scale == graphspec::FLOAT32 ? 4 * BLOCK : 2 * BLOCK;
+    block_bytes = channels * step + groups * scale_bytes * tables;
+  }
+  int64_t channels, group, scale, scale_bytes, block_bytes;
+};
+
+inline f16 load_scale(const char* p, int64_t code) {
+  if (code == graphspec::FLOAT16) return load16(reinterpret_cast<const half*>(p));
+  if (code == graphspec::BFLOAT16) return load16(reinterpret_cast<const bfloat*>(p));
+  return load16(reinterpret_cast<const float*>(p));
+}
 
 }  // namespace

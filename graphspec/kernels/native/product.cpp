@@ -3,8 +3,10 @@
 #include "product.h"
 
 #include <type_traits>
+#include <utility>
 
 #include "codes.h"
+#include "rounded.h"
 
 namespace graphspec {
 namespace {
@@ -25,22 +27,6 @@ constexpr bool WIDENS_HALVES = true;
 #endif
 constexpr int WIDE = GROUP * BLOCK;
 constexpr int64_t AHEAD = 2048;  // bytes
-
-// What a segment's blocks have in common.
-struct Format {
-  explicit Format(const Segment& segment, int64_t channels, int64_t step, int64_t tables) : channels(channels), group(segment.group), scale(segment.scale) {
-    const int64_t groups = (channels + group - 1) / group;
-    scale_bytes = scale == FLOAT32 ? 4 * BLOCK : 2 * BLOCK;
-    block_bytes = channels * step + groups * scale_bytes * tables;
-  }
-  int64_t channels, group, scale, scale_bytes, block_bytes;
-};
-
-inline f16 load_scale(const char* p, int64_t code) {
-  if (code == FLOAT16) return load16(reinterpret_cast<const half*>(p));
-  if (code == BFLOAT16) return load16(reinterpret_cast<const bfloat*>(p));
-  return load16(reinterpret_cast<const float*>(p));
-}
 
 // Numbers: nothing but the codes.
 template <class C>
@@ -302,11 +288,18 @@ void product(const Matrix& m, int64_t first, int64_t last, const float* x, int64
   if (rows <= TILE)
     for (int64_t row = 0; row < rows; ++row)
       for (int64_t k = 0; k < m.channels; k += 16) __builtin_prefetch(x + row * stride + k);
+  static thread_local RoundedRows integers;
+  bool have = false;
   int64_t begin = 0, from = 0;
   for (int64_t i = 0; i < m.segments(); ++i) {
     const Segment& segment = m.segment(i);
     const int64_t blocks = (segment.outputs + BLOCK - 1) / BLOCK, low = std::max<int64_t>(first - begin, 0), high = std::min(last - begin, blocks);
-    if (low < high) with_reader<Multiply>(segment, m.data(i), from, m.channels, low, high, x, stride, rows, finish);
+    if (low < high && segment.rounded) {
+      if (!std::exchange(have, true)) integers.round(x, stride, rows, m.channels);
+      rounded_product(segment, m.data(i), from, low, high, integers, rows, finish);
+    } else if (low < high) {
+      with_reader<Multiply>(segment, m.data(i), from, m.channels, low, high, x, stride, rows, finish);
+    }
     begin += blocks;
     from += segment.outputs;
   }

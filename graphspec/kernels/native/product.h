@@ -31,13 +31,14 @@ struct Segment {
   int64_t scale, offset;  // scale: the Code in which scales and offsets are stored
   int64_t group;  // channels that share a scale; those of FLOAT32, BFLOAT16 and FLOAT16 share none
   int64_t outputs;
+  int64_t rounded;  // whether activations are rounded to 8 bits, see rounded.h
 };
 
 // A packed weight. With the code SEGMENTS it begins with their number, the channels and their descriptions; with another it is one segment without scales.
 class Matrix {
  public:
   Matrix(const void* data, int64_t code, int64_t channels, int64_t outputs)
-      : channels(channels), data_(static_cast<const char*>(data)), one_{0, code, code, NONE, channels, outputs} {
+      : channels(channels), data_(static_cast<const char*>(data)), one_{0, code, code, NONE, channels, outputs, 0} {
     if (code == SEGMENTS) std::memcpy(&count_, data_, sizeof count_);
     for (int64_t i = 0; i < count_; ++i) blocks += (segment(i).outputs + BLOCK - 1) / BLOCK;
   }
