@@ -5,8 +5,9 @@ prompt) one at a time, greedy, with a fixed number of new tokens. Sides take tur
 affects all of them. A rate is new tokens by wall time, the prompt included; a side's figure is the median over rounds, its ratio the median
 over rounds of the ratio to plain decoding. With ``--prompt-tokens`` a rate is prompt tokens by the time of an answer of one token.
 
-Ours must give the tokens of plain decoding; a side that does not has no figure. The others round activations, choose 4 bits of their own
-or sum in another order, so of theirs the share of prompts with the same tokens is reported.
+Ours take part once for each ``--activations``, and must give the tokens of plain decoding with the same ones; a side that does not has
+no figure. The others round activations, choose 4 bits of their own or sum in another order, so of theirs the share of prompts with the
+tokens of our first side is reported.
 
 llama.cpp is ``llama-server`` on the PATH or ``--llama PROGRAM``. It reads the same GGUF file; without one it is left out. Its ``ngram-mod``
 drafts from its answers to earlier requests, so its server starts anew for every round. OpenVINO GenAI and ONNX Runtime GenAI are those of
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 
 from graphspec.api.llm import LLM
+from graphspec.config.schema import ACTIVATIONS
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import CheckpointError
 from graphspec.facts.folders import model_folder, shipped_drafts
@@ -46,14 +48,14 @@ GROUPS = {"chat": ("question", "explain", "story", "numbers", "advice", "list"),
 """Columns of the table, and the kinds of prompts in each."""
 LONG = "prompts"
 """The group of prompts that are only read."""
-PLAIN = "graphspec, plain"
+OURS = "graphspec"
 WARM_UP_TOKENS = 4
 """Of a prompt that a server answers after it has forgotten: too few to give an answer that is measured."""
 PAUSE = 0.02
 """Seconds between two sides: threads of the previous one may still be spinning."""
 SHAPES: dict[str, tuple[tuple[tuple[int, int, int], list[int]], ...]] = {
     "ngram": (((2, 1, 3), [0]), ((6, 1, 7), [0, 2]), ((3, 1, 4), [])),
-    "eagle3": (((1, 1, 2), []), ((2, 1, 3), []), ((3, 2, 5), [])),
+    "eagle3": (((1, 1, 2), []), ((2, 1, 3), []), ((3, 2, 5), []), ((4, 4, 8), [])),
 }
 """Shapes of each drafter, and the other depths that its cycles may have."""
 
@@ -64,9 +66,10 @@ class Side:
 
     Attributes:
         answer: maps a prompt to its new tokens.
-        ours: its tokens must be those of plain decoding.
+        ours: its tokens must be those of its ``plain``.
+        plain: plain decoding in the same arithmetic; None: itself, or the first side if it is not ours.
         rounds: for every round, the tokens and seconds of each group.
-        equal: for every answer, whether its tokens are those of plain decoding.
+        equal: for every answer, whether its tokens are those of ``plain``.
         length: tokens per cycle of the last answer; None: the side has no cycles.
         lengths: one for every answer.
         forget: makes it forget earlier answers, for a side that drafts from them; None: it doesn't.
@@ -75,6 +78,7 @@ class Side:
     name: str
     answer: Callable[[list[int]], list[int]]
     ours: bool = False
+    plain: Side | None = None
     version: str | None = None
     rounds: list[dict[str, list[float]]] = field(default_factory=list)
     equal: list[bool] = field(default_factory=list)
@@ -87,8 +91,8 @@ class Side:
         return [tokens / seconds for tokens, seconds in (found[group] for found in self.rounds)]
 
 
-def our_side(name: str, args: argparse.Namespace, **overrides: Any) -> Side:
-    """An engine with one row."""
+def our_side(name: str, args: argparse.Namespace, plain: Side | None = None, **overrides: Any) -> Side:
+    """An engine with one row. ``plain``: as of :class:`Side`."""
     keys: dict[str, Any] = {
         "max_rows": 1,
         "buckets": [1],
@@ -102,7 +106,7 @@ def our_side(name: str, args: argparse.Namespace, **overrides: Any) -> Side:
     def length() -> float:
         return llm.metrics.acceptance_length if llm.metrics else 0.0
 
-    return Side(name, lambda prompt: llm.generate(prompt, params)[0].token_ids, ours=True, length=length)
+    return Side(name, lambda prompt: llm.generate(prompt, params)[0].token_ids, ours=True, plain=plain, length=length)
 
 
 def hf_side(source: Path, args: argparse.Namespace) -> Side:
@@ -128,7 +132,7 @@ def hf_side(source: Path, args: argparse.Namespace) -> Side:
 
 
 def measure(sides: Sequence[Side], prompts: Sequence[tuple[str, list[int]]], rounds: int) -> None:
-    """Let all sides answer all prompts in turn, ``rounds`` times; the first side's tokens are what the others are compared with."""
+    """Let all sides answer all prompts in turn, ``rounds`` times. Ours that decode plainly go first: others are compared with them."""
     for side in sides:
         side.answer(prompts[0][1])
     for number in range(rounds):
@@ -138,15 +142,19 @@ def measure(sides: Sequence[Side], prompts: Sequence[tuple[str, list[int]]], rou
                 side.forget()
                 side.answer(prompts[0][1][:WARM_UP_TOKENS])
         for group, prompt in prompts:
-            expected: list[int] | None = None
+            expected: dict[str, list[int]] = {}
             # The second round goes backwards: no side always follows the same other one.
-            for side in sides if number % 2 == 0 else [sides[0], *reversed(sides[1:])]:
+            plains, others = (
+                [side for side in sides if side.ours and side.plain is None],
+                [side for side in sides if not side.ours or side.plain],
+            )
+            for side in [*plains, *(others if number % 2 == 0 else reversed(others))]:
                 time.sleep(PAUSE)
                 started = time.perf_counter()
                 tokens = side.answer(prompt)
                 seconds = time.perf_counter() - started
-                expected = tokens if expected is None else expected
-                side.equal.append(tokens == expected)
+                plain = side if side.ours and side.plain is None else side.plain or sides[0]
+                side.equal.append(tokens == expected.setdefault(plain.name, tokens))
                 side.rounds[-1][group][0] += len(prompt) if group == LONG else len(tokens)
                 side.rounds[-1][group][1] += seconds
                 if side.length is not None:
@@ -250,6 +258,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--every", type=int, default=1, help="only every so many prompts")
     parser.add_argument("--prompt-tokens", type=int, help="prompts of this length, made of all of them, and one new token: reading speed")
     parser.add_argument("--plain", action="store_true", help="without drafters")
+    parser.add_argument(
+        "--activations", action="append", choices=ACTIVATIONS, help="of our sides, several times (kernels.activations; default: full)"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--context", type=int, default=1024, help="tokens of prompt and answer")
@@ -275,15 +286,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         prompts = long_prompts([prompt for _, prompt in prompts], args.prompt_tokens)
         asked, args.max_tokens, args.plain = [LONG], 1, True
     groups = list(dict.fromkeys(asked))
-    sides = [our_side(PLAIN, args, variant="none")]
     drafters: dict[str, str | None] = {"ngram": None}
     if args.draft is not None or "eagle3" in shipped_drafts(args.model, source):
         drafters["eagle3"] = args.draft
-    for variant, draft in () if args.plain else drafters.items():
-        for shape, depths in SHAPES[variant]:
-            sizes = dict(zip(("num_steps", "topk", "num_draft_tokens"), shape, strict=True))
-            kind = f"{'chain' if shape[1] == 1 else 'tree'} {shape}{f', or {depths} steps' if depths else ''}"
-            sides.append(our_side(f"graphspec, {variant} {kind}", args, variant=variant, draft=draft, depths=depths, **sizes))
+    sides: list[Side] = []
+    for activations in args.activations or ["full"]:
+        ours = OURS if activations == "full" else f"{OURS}, activations {activations}"
+        plain = our_side(f"{ours}, plain", args, variant="none", activations=activations)
+        sides.append(plain)
+        for variant, draft in () if args.plain else drafters.items():
+            for shape, depths in SHAPES[variant]:
+                sizes = dict(zip(("num_steps", "topk", "num_draft_tokens"), shape, strict=True))
+                name = f"{ours}, {variant} {'chain' if shape[1] == 1 else 'tree'} {shape}{f', or {depths} steps' if depths else ''}"
+                how = {"variant": variant, "draft": draft, "depths": depths, "activations": activations}
+                sides.append(our_side(name, args, plain, **how, **sizes))
     with ExitStack() as open_servers:
         others, missing = llama_sides(args, file, open_servers)
         sides += others

@@ -240,8 +240,9 @@ class KernelsConfig:
     """batch_invariant: a token's logits depend to the bit on the tokens before it alone; fast: sums in the order that measured best for
     the number of rows; auto: the former where it is free and proved, on a CPU by native kernels, else fast (docs/numerics.md)."""
     activations: str = "full"
-    """What linear layers multiply weights of 4 or 8 bits by. full: the dtype of arithmetic; int8: activations rounded to 8 bits, 32 channels to a
-    scale, as llama.cpp does. Only for native linear layers on a CPU; other outputs, with and without drafts the same (docs/numerics.md)."""
+    """What weights of 4 or 8 bits are multiplied by. full: activations in the dtype of arithmetic; int8: activations rounded to 8 bits,
+    32 channels to a scale, which is faster and changes the output a little, with and without drafts alike. Native linear layers on a
+    CPU only (docs/numerics.md)."""
     programmatic_launch: bool | None = None
     """Programmatic dependent launch: a fused kernel starts while the previous one drains. null: if its probe has passed on this machine
     (docs/kernels.md)."""

@@ -175,6 +175,7 @@ def test_json_is_one_document_on_the_last_line(run):
     assert document["metrics"] == {
         "cycles": 7, "acceptance_length": 2.5, "accepted_per_position": [0.9, 0.6], "prefill_seconds": 0.1, "decode_seconds": 0.2,
         "tokens_per_second": 123.0, "lossy": False, "synthetic": False, "cached_tokens": 0, "numerics": "fast",
+        "activations": "full",
     }  # fmt: skip
     assert (document["variant"], document["model"], document["runtime"]) == ("eagle3", "demo", "compiled")
 

@@ -149,6 +149,7 @@ KEYS: dict[str, Callable[[Any], bool]] = {
     "attention": _choice(*IMPLEMENTATIONS, "flashinfer"),
     "mode": _choice("auto", "reference", "compiled", "fused"),
     "numerics": _choice("auto", "fast", "batch_invariant"),
+    "activations": _choice("full", "int8"),
     "programmatic_launch": lambda v: v is None or type(v) is bool,
     "compile_around": lambda v: type(v) is bool,
     "rates": lambda v: isinstance(v, list | tuple) and all(is_real(r, 0, 1) for r in v),

@@ -353,7 +353,7 @@ def pack_segments(segments: Sequence[Packed | Tensor], stored: torch.dtype | Non
 
 
 def pack_codes(weight: Packed, rounded: bool = False) -> Tensor:
-    """:func:`pack_segments` of one segment: unless ``rounded``, products are those of the float32 weight that it stands for, bit for bit."""
+    """:func:`pack_segments` of one segment. Unless ``rounded``, products are bit for bit those of the float32 weight it stands for."""
     return pack_segments([weight], rounded=rounded)
 
 

@@ -25,7 +25,21 @@ SOURCES = (
     "tape.cpp",
     "team.cpp",
 )
-HEADERS = ("attention.h", "call.h", "codes.h", "delta.h", "integers.h", "noise.h", "pace.h", "product.h", "rounded.h", "simd.h", "ssm.h", "states.h", "team.h")
+HEADERS = (
+    "attention.h",
+    "call.h",
+    "codes.h",
+    "delta.h",
+    "integers.h",
+    "noise.h",
+    "pace.h",
+    "product.h",
+    "rounded.h",
+    "simd.h",
+    "ssm.h",
+    "states.h",
+    "team.h",
+)
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-pthread", "-shared", "-fPIC")
 KEY = "kernels.attention=native"
 HINT = "install g++, or choose runtime=eager, with kernels.attention and kernels.linear auto or reference"

@@ -132,7 +132,7 @@ class Experts final : public graphspec::Program {
           to[f] = g * sigmoid(alpha * g) * (u + 1.0f);
         } else {
           const float g = gate[f];
-          to[f] = g * sigmoid(c_.gelu ? 1.5957691216f * (g + 0.044715f * g * g * g) : g) * u;  // the same GELU as gelu8's
+          to[f] = g * sigmoid(c_.gelu ? 1.5957691216f * (g + 0.044715f * g * g * g) : g) * u;  // the same GELU as gelu_of's
         }
       }
     }

@@ -16,21 +16,42 @@ constexpr int TILE = 2;
 constexpr int WIDE = GROUP * BLOCK;
 constexpr int64_t AHEAD = 2048;  // bytes
 
-// Channels [k, k + 32) of a row as integers from -127 to 127, to the nearest, of two equally near to the even one. Returns the scale.
-float round32(const float* x, int8_t* to) {
+// 32 channels as integers from -127 to 127, to the nearest, of two equally near to the even one, and the sum of each half. Returns the scale.
+float round32(const float* x, int8_t* to, int32_t* sums) {
+#ifdef __AVX512F__
+  const __m512 low = _mm512_loadu_ps(x), high = _mm512_loadu_ps(x + 16);
   // Compared as integers, so that NaN is the largest.
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+  const __m512i both = _mm512_maskz_max_epi32(0xffff, _mm512_and_si512(_mm512_castps_si512(low), magnitude),
+                                              _mm512_and_si512(_mm512_castps_si512(high), magnitude));
+  const int32_t largest = _mm512_reduce_max_epi32(both);
+#else
   int32_t bits[ROUNDED], largest = 0;
   std::memcpy(bits, x, sizeof bits);
   for (int32_t b : bits) largest = std::max(largest, b & 0x7fffffff);
+#endif
   float most;
   std::memcpy(&most, &largest, sizeof most);
   const float by = most > 0.0f ? 127.0f / most : 0.0f;
+#ifdef __AVX512F__
+  for (int half = 0; half < 2; ++half) {
+    const __m512i rounded = _mm512_maskz_cvtps_epi32(0xffff, _mm512_mul_ps(half == 0 ? low : high, _mm512_set1_ps(by)));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16 * half), _mm512_maskz_cvtepi32_epi8(0xffff, rounded));
+    sums[half] = _mm512_reduce_add_epi32(rounded);
+  }
+#else
   // Adding 1.5 * 2^23 rounds to an integer, which is then in the low bits.
   for (int i = 0; i < ROUNDED; ++i) {
     const float rounded = x[i] * by + 12582912.0f;
     std::memcpy(&bits[i], &rounded, sizeof rounded);
+    bits[i] -= 0x4b400000;
+  }
+  for (int half = 0; half < 2; ++half) {
+    sums[half] = 0;
+    for (int i = 16 * half; i < 16 * half + 16; ++i) sums[half] += bits[i];
   }
   for (int i = 0; i < ROUNDED; ++i) to[i] = static_cast<int8_t>(bits[i]);
+#endif
   return most / 127.0f;
 }
 
@@ -70,10 +91,11 @@ template <class C, Offset OFFSET, int RUN, int ROWS>
         for (int r = 0; r < ROWS; ++r) {
           const f16 own_sum = splat16(static_cast<float>(x_sum[r * runs + k / RUN]));
           f16 v = floats_of(dots[r][half]);
+          if (C::FACTOR != 1.0f) v = mul16(v, splat16(C::FACTOR));
           if (OFFSET == ZERO) v = sub16(v, mul16(offset, own_sum));
           v = mul16(v, scale);
           if (OFFSET == MINIMUM) v = fma16(offset, own_sum, v);
-          sum[r][half] = fma16(splat16(C::FACTOR * x_scale[r * scales + k / ROUNDED]), v, sum[r][half]);
+          sum[r][half] = fma16(splat16(x_scale[r * scales + k / ROUNDED]), v, sum[r][half]);
         }
       }
     }
@@ -147,11 +169,8 @@ void RoundedRows::round(const float* x, int64_t stride, int64_t rows, int64_t co
   int64_t group = 0;
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t k = 0; k < channels; k += ROUNDED, ++group) {
-      int8_t* to = values.data() + row * channels + k;
-      scale[group] = round32(x + row * stride + k, to);
       int32_t* halves = half_sums.data() + 2 * group;
-      halves[0] = halves[1] = 0;
-      for (int i = 0; i < ROUNDED; ++i) halves[i / 16] += to[i];
+      scale[group] = round32(x + row * stride + k, values.data() + row * channels + k, halves);
       sums[group] = halves[0] + halves[1];
     }
 }

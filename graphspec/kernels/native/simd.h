@@ -80,13 +80,19 @@ inline V exp_of(V x) {
 inline f8 exp8(f8 x) { return exp_of<f8, i8>(x); }
 
 // 1 / (1 + exp(-x)).
-inline f8 sigmoid8(f8 x) {
-  const f8 zero = splat(0.0f), one = splat(1.0f), e = exp8(x < zero ? x : zero - x);
+template <class V, class I>
+inline V sigmoid_of(V x) {
+  const V zero = V{}, one = V{} + 1.0f, e = exp_of<V, I>(x < zero ? x : zero - x);
   return (x < zero ? e : one) / (one + e);
 }
 
+inline f8 sigmoid8(f8 x) { return sigmoid_of<f8, i8>(x); }
+
 // x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), the tanh approximation of GELU (arXiv 1606.08415).
-inline f8 gelu8(f8 x) { return x * sigmoid8(splat(1.5957691216f) * (x + splat(0.044715f) * x * x * x)); }
+template <class V, class I>
+inline V gelu_of(V x) {
+  return x * sigmoid_of<V, I>((V{} + 1.5957691216f) * (x + (V{} + 0.044715f) * x * x * x));
+}
 
 // Sixteen floats: one register of AVX-512, two of AVX2.
 #ifdef __AVX512F__

@@ -258,14 +258,20 @@ class Stack final : public graphspec::Program {
       for (int r = 0; r < rows; ++r)
         for (int64_t block = 0; block < width / BLOCK; ++block) {
           const float *gate = values + (r * GROUP + block) * BLOCK, *biases = bias == nullptr ? nullptr : bias + from + block * BLOCK;
-          alignas(32) float product[PAIRS];
-          for (int i = 0; i < PAIRS; i += 8) {
-            f8 g = load8(gate + i), up = load8(gate + PAIRS + i);
-            if (biases != nullptr) g = g + load8(biases + i), up = up + load8(biases + PAIRS + i);
-            store8(product + i, (p_.gelu ? gelu8(g) : g * sigmoid8(g)) * up);
+          const int64_t at = (from / BLOCK + block) * PAIRS, count = std::min<int64_t>(PAIRS, layer.intermediate - at);
+          float *to = w_.act.data() + (row + r) * layer.intermediate + at, rest[PAIRS], *product = count < PAIRS ? rest : to;
+          for (int i = 0; i < PAIRS; i += WIDTH) {
+            const auto load = [i](const float* p) {
+              widest v;
+              std::memcpy(&v, p + i, sizeof v);
+              return v;
+            };
+            widest g = load(gate), up = load(gate + PAIRS);
+            if (biases != nullptr) g = g + load(biases), up = up + load(biases + PAIRS);
+            const widest out = (p_.gelu ? gelu_of<widest, widest_int>(g) : g * sigmoid_of<widest, widest_int>(g)) * up;
+            std::memcpy(product + i, &out, sizeof out);
           }
-          const int64_t to = (from / BLOCK + block) * PAIRS, count = std::min<int64_t>(PAIRS, layer.intermediate - to);
-          std::memcpy(w_.act.data() + (row + r) * layer.intermediate + to, product, count * sizeof(float));
+          if (count < PAIRS) std::memcpy(to, rest, count * sizeof(float));
         }
     };
     blocks_of(chunk, blocks_per_chunk(weight.blocks, threads_), weight, layer.mlp_norm >= 0 ? normed(layer.mlp_norm, w_.residual.data()) : w_.residual.data(), write);
