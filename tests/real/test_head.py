@@ -41,14 +41,15 @@ def test_the_head_is_found_by_the_models_names() -> None:
         assert folders.shipped_draft(name, Path("anywhere"), resolve_variant("eagle3")) == HEAD
 
 
+@pytest.mark.parametrize("activations", ["full", "int8"])
 def test_its_tokens_are_those_of_plain_decoding_and_many_are_accepted(
-    real: Path, prompts: list[list[dict[str, str]]], params: SamplingParams
+    real: Path, prompts: list[list[dict[str, str]]], params: SamplingParams, activations: str
 ) -> None:
-    with LLM("smollm2", variant="none", **KEYS) as plain:
+    with LLM("smollm2", variant="none", activations=activations, **KEYS) as plain:
         expected = [output.token_ids for output in plain.chat(prompts, params)]
-    with LLM("smollm2", variant="eagle3", **KEYS, **SHAPE) as llm:
+    with LLM("smollm2", variant="eagle3", activations=activations, **KEYS, **SHAPE) as llm:
         outputs = llm.chat(prompts, params)
-        assert llm.metrics is not None
+        assert llm.metrics is not None and llm.metrics.activations == activations
         assert llm.metrics.acceptance_length > LEAST
     assert [output.token_ids for output in outputs] == expected
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from graphspec import LLM, SamplingParams
+from perf import activations
 from perf.committed_logits import committed
 
 pytestmark = pytest.mark.full
@@ -54,3 +56,17 @@ def test_drafts_change_no_bit_of_a_logit(real: Path, plain: Any, drafter: str) -
     assert [out.token_ids for out in outputs] == expected
     assert len(logits) == count * (tokens - 1)
     assert {place: found.get(place) for place in logits} == logits
+
+
+@pytest.mark.usefixtures("real")
+def test_activations_of_8_bits_change_little(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert activations.main(["--pieces", "4", "--max-tokens", "16", "--out", str(tmp_path)]) == 0
+    [file] = tmp_path.glob("*-activations.jsonl")
+    full, rounded = (json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[2:])
+    assert (full["activations"], rounded["activations"]) == ("full", "int8") and full["same"] == 1.0
+    assert 0.9 < rounded["same"] < 1.0
+    for text in ("answers", "documentation"):
+        assert 0 < abs(rounded[text] - full[text]) < 0.03
+    assert f"int8: {rounded['documentation']:.4f} nats" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--pieces: at most"):
+        activations.main(["--pieces", "100000", "--out", str(tmp_path)])

@@ -23,7 +23,7 @@
 namespace {
 
 constexpr int KEYS = 32;     // keys per block
-constexpr int TILE = 256;    // positions per tile
+constexpr int TILE = 128;    // positions per tile
 constexpr int QUERIES = 64;  // (token, head) pairs that share one transposed block of keys
 constexpr float MINUS_INF = -std::numeric_limits<float>::infinity();
 
@@ -460,9 +460,9 @@ struct Batch {
 
 // Attention of a batch of lanes as pieces of work.
 //
-// Few queries over many keys are divided by tile: rows of the pool are read from end to end, those of all KV heads together, as the
-// hardware's prefetchers follow them; whoever finishes a lane's last piece merges its tiles. Otherwise one lane, one KV head and a part of
-// the tokens are a piece.
+// Few queries over several tiles of keys are divided by tile: rows of the pool are read from end to end, those of all KV heads together, as the
+// hardware's prefetchers follow them, or of as many as give all threads work; whoever finishes a lane's last tile merges all. Otherwise one
+// lane, one KV head and a part of the tokens are a piece.
 class Attending {
  public:
   void divide(const Shape& n, int threads) {
@@ -471,12 +471,11 @@ class Attending {
     splits_ = token_splits(n, threads);
     each_ = n.tokens * (n.heads / n.groups);
     band_ = std::clamp<int64_t>(QUERIES / std::max<int64_t>(each_, 1), 1, n.groups);
-    bands_ = (n.groups + band_ - 1) / band_;
     part_ = (n.dim + 2 + 15) / 16 * 16;
   }
 
   int chunks(const Visible* see) const {
-    return static_cast<int>(by_tile(see) ? n_.lanes * bands_ * pieces(see) : n_.lanes * n_.groups * splits_);
+    return static_cast<int>(by_tile(see) ? n_.lanes * bands(see) * pieces(see) : n_.lanes * n_.groups * splits_);
   }
 
   // Room for the tiles of any layer: to be called when every `see` is known, before work(). `sees`: how many sets of lanes there are.
@@ -487,8 +486,8 @@ class Attending {
     if (stride_ == 0) return;
     const size_t size = n_.lanes * n_.groups * each_ * stride_ * part_;
     if (parts_.size() < size) parts_.resize(size);
-    if (places_ < n_.lanes * bands_) {
-      places_ = n_.lanes * bands_;
+    if (places_ < n_.lanes * n_.groups) {
+      places_ = n_.lanes * n_.groups;
       done_ = std::make_unique<std::atomic<int64_t>[]>(places_);
     }
     for (int64_t i = 0; i < places_; ++i) done_[i].store(0, std::memory_order_relaxed);
@@ -509,8 +508,8 @@ class Attending {
       }
       return;
     }
-    const int64_t count = pieces(see), part = chunk % count, place = chunk / count, lane = place / bands_, first = place % bands_ * band_;
-    const Batch batch{lane, first, std::min(n_.groups, first + band_), 0, each_};
+    const int64_t count = pieces(see), part = chunk % count, place = chunk / count, lane = place / bands(see), first = place % bands(see) * band(see);
+    const Batch batch{lane, first, std::min(n_.groups, first + band(see)), 0, each_};
     float* parts = parts_.data() + (lane * n_.groups + first) * each_ * stride_ * part_;
     const int64_t tiles = see[lane].num_tiles();
     for (int64_t tile = part * tiles / count; tile < (part + 1) * tiles / count; ++tile)
@@ -521,7 +520,6 @@ class Attending {
   }
 
  private:
-  static constexpr int64_t LONG = 4;  // tiles from which on they are divided
 #ifdef __AVX2__
   static constexpr bool FAST = true;
 #else
@@ -533,10 +531,14 @@ class Attending {
     for (int64_t lane = 0; lane < n_.lanes; ++lane) most = std::max(most, see[lane].num_tiles());
     return most;
   }
-  bool by_tile(const Visible* see) const { return FAST && each_ <= QUERIES && longest(see) >= LONG; }
-  int64_t pieces(const Visible* see) const {
-    return threads_ == 1 ? 1 : std::min((2 * threads_ + n_.lanes * bands_ - 1) / (n_.lanes * bands_), longest(see));
+  bool by_tile(const Visible* see) const { return FAST && each_ <= QUERIES && longest(see) >= 2; }
+  int64_t pieces(const Visible* see) const { return threads_ == 1 ? 1 : longest(see); }
+  // KV heads that are read together, and the number of such sets.
+  int64_t band(const Visible* see) const {
+    const int64_t count = n_.lanes * pieces(see);
+    return std::clamp<int64_t>(n_.groups / ((threads_ + count - 1) / count), 1, band_);
   }
+  int64_t bands(const Visible* see) const { return (n_.groups + band(see) - 1) / band(see); }
 
   static bool seen(const uint32_t* const* mask, int some, int64_t step) {
     uint32_t any = 0;
@@ -551,6 +553,21 @@ class Attending {
     for (int64_t k = 0; k < count; ++k) to[k] = base + see.rows[first + k] * row;
     for (int64_t k = count; k < KEYS; ++k) to[k] = to[count - 1];
     return static_cast<int>(count);
+  }
+
+  // Read `width` elements of the rows of a block in their order: the hardware then fetches what follows, which it does not where one head's part
+  // of each row is read at a time, and not after prefetches either.
+  template <class T>
+  static void touch(const Visible& see, int64_t block, int64_t row, const T* base, int64_t width) {
+    const int64_t first = block * KEYS, last = std::min<int64_t>(first + KEYS, static_cast<int64_t>(see.rows.size()));
+    for (int64_t k = first; k < last; ++k) {
+      const char* from = reinterpret_cast<const char*>(base + see.rows[k] * row);
+      for (int64_t at = 0; at < width * static_cast<int64_t>(sizeof(T)); at += 64) {
+        int word;
+        std::memcpy(&word, from + at, sizeof word);
+        asm volatile("" : : "r"(word));
+      }
+    }
   }
 
   // One tile: the maximum of a query's scores, the sum of weights and the weighted sum, at parts[query * tiles + tile], part_ floats each.
@@ -576,7 +593,9 @@ class Attending {
     }
     const auto score_of = [&](int64_t q, int64_t step) { return s.score.data() + q * width + (step - begin) * KEYS; };
     const T* rows[KEYS];
-    for (int64_t step = begin; step < end; ++step)
+    const int64_t together = (batch.last - batch.first) * dim;
+    for (int64_t step = begin; step < end; ++step) {
+      if (together > dim) touch(see, see.steps[step].block, row, keys + batch.first * dim, together);
       for (int64_t group = batch.first, at = 0; group < batch.last; ++group, at += each) {
         if (!seen(mask + at, each, step)) continue;
         point(see, see.steps[step].block, row, keys + group * dim, rows);
@@ -594,13 +613,15 @@ class Attending {
           mask_and_peak(score_of(q, step), mask[q][step], peaks[q]);
         }
       }
+    }
     for (int q = 0; q < count; ++q) {
       float* part = parts + (q * tiles + tile) * part_;
       peak[q] = part[0] = largest(peaks[q]);
       sum[q] = part + 1, acc[q] = part + 2;
       std::fill(part + 1, part + 2 + dim, 0.0f);
     }
-    for (int64_t step = begin; step < end; ++step)
+    for (int64_t step = begin; step < end; ++step) {
+      if (together > dim) touch(see, see.steps[step].block, row, values + batch.first * dim, together);
       for (int64_t group = batch.first, at = 0; group < batch.last; ++group, at += each) {
         if (!seen(mask + at, each, step)) continue;
         const int filled = point(see, see.steps[step].block, row, values + group * dim, rows);
@@ -619,6 +640,7 @@ class Attending {
             weighted_values<some>(weight, rows, filled, dim, acc + at + q, sum + at + q);
           });
       }
+    }
   }
 
   template <class Done>
@@ -653,7 +675,7 @@ class Attending {
 
   Shape n_{};
   int threads_ = 1;
-  int64_t splits_ = 1, each_ = 0, band_ = 1, bands_ = 1, part_ = 16, stride_ = 0, places_ = 0;
+  int64_t splits_ = 1, each_ = 0, band_ = 1, part_ = 16, stride_ = 0, places_ = 0;
   Floats parts_;
   std::unique_ptr<std::atomic<int64_t>[]> done_;
 };

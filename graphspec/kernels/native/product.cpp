@@ -194,7 +194,7 @@ void product_of(const Segment& segment, const char* weight, int64_t from, int64_
                 int64_t rows, const Finish& finish) {
   static thread_local Floats wide;
   const Format f(segment, channels, R::STEP, R::TABLES);
-  const Segment plain{0, FLOAT32, FLOAT32, NONE, channels, 0};
+  const Segment plain{0, FLOAT32, FLOAT32, NONE, channels, 0, 0};
   const Format wide_format(plain, channels, Float32::STEP, 0);
   alignas(64) float values[TILE * WIDE];
   for (int64_t block = first; block < last; block += GROUP) {

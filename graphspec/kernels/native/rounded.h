@@ -16,8 +16,8 @@ constexpr int64_t ROUNDED = 32;  // channels of a row that share a scale
 // Rows of activations. A row's scales and sums stand one after the other, those of all rows as well.
 struct RoundedRows {
   int64_t channels;
-  std::vector<int8_t, CacheLines<int8_t>> values;
-  Floats scale;
+  std::vector<int8_t> values;
+  std::vector<float> scale;
   std::vector<int32_t> sums;  // of 32 channels
   std::vector<int32_t> half_sums;  // of 16 channels
 
