@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ..errors import CaptureError, ResourceError
+from ..kernels.huge_pages import use_huge_pages
 from ..kernels.registry import KernelSet
 from ..plan.buffers import RING_FIELDS, Arena, Views
 from ..plan.plan import Plan
@@ -87,6 +88,9 @@ class Cycle:
         self.plan, self.target, self.draft, self.kernels, self.memory = plan, target, draft, kernels, memory
         self.layout = MailLayout.of(plan)
         self.arena = Arena(plan, self.layout.size)
+        for slot in self.arena.slots:
+            if slot.kind == "kv":
+                use_huge_pages(self.arena[slot.name])
         self.programs: dict[Key, Program] = {}
         self._regions: dict[Key, SharedRegions] = {}
         """By program without its sampling class."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ..formulas import rms_norm
+from ..huge_pages import use_huge_pages
 from ..linear.linear import Hidden, finish, hidden_of
 from ..linear.packed import Packed, check_packed, effective_minimums, effective_scales
 from ..op import Signature
@@ -275,7 +276,7 @@ def pack_linear(weight: Tensor, stored: torch.dtype | None = None) -> Tensor:
     blocks = _blocks(weight.to(_narrowest(weight, stored=stored))).transpose(1, 2)
     if blocks.dtype is torch.bfloat16:
         blocks = blocks.unflatten(2, (2, BLOCK // 2)).transpose(2, 3).flatten(2)
-    return blocks.contiguous()
+    return use_huge_pages(blocks.contiguous())
 
 
 def _codes(weight: Packed) -> Tensor:
@@ -349,7 +350,7 @@ def pack_segments(segments: Sequence[Packed | Tensor], stored: torch.dtype | Non
         words += [size, *description]
         size += _aligned(data.numel())
     parts = [torch.tensor(words, dtype=torch.int64, device=made[0][0].device).view(torch.uint8), *(data.flatten() for data, _ in made)]
-    return torch.cat([torch.nn.functional.pad(part, (0, -part.numel() % ALIGNMENT)) for part in parts])
+    return use_huge_pages(torch.cat([torch.nn.functional.pad(part, (0, -part.numel() % ALIGNMENT)) for part in parts]))
 
 
 def pack_codes(weight: Packed, rounded: bool = False) -> Tensor:

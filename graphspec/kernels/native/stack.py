@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
+from ..huge_pages import use_huge_pages
 from ..linear.packed import Packed, as_bytes
 from ..op import Written
 from . import ALIGNMENT, BLOCK, CODE, code_of, define_op, pack_linear, pack_segments
@@ -171,7 +172,7 @@ def pack_stack(shape: StackShape, layers: Sequence[Layer], final_norm: Tensor | 
         rows += [input_norm, *qkv, *norms, *out, mlp_norm, *gate_up, *down, *added, *sizes, window, layer.kv_layer, tap, layer.rope_rows]
     *integers, eps, scale, softcap = astuple(shape)
     head = [len(layers), layers[0].down.shape[0], *integers, blob.add(final_norm), -1 if last_tap is None else last_tap]
-    return torch.cat(blob.parts), torch.tensor([*head, bits(eps), bits(scale), bits(softcap), *rows], dtype=torch.int64)
+    return use_huge_pages(torch.cat(blob.parts)), torch.tensor([*head, bits(eps), bits(scale), bits(softcap), *rows], dtype=torch.int64)
 
 
 def _decode(
