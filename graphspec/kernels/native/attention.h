@@ -563,9 +563,8 @@ class Attending {
     for (int64_t k = first; k < last; ++k) {
       const char* from = reinterpret_cast<const char*>(base + see.rows[k] * row);
       for (int64_t at = 0; at < width * static_cast<int64_t>(sizeof(T)); at += 64) {
-        int word;
-        std::memcpy(&word, from + at, sizeof word);
-        asm volatile("" : : "r"(word));
+        const char byte = from[at];
+        asm volatile("" : : "r"(byte));
       }
     }
   }

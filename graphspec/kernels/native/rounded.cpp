@@ -72,7 +72,7 @@ template <class C, Offset OFFSET, int RUN, int ROWS>
     for (; k < end; k += RUN) {
       n16 dots[ROWS][2];
       for (int r = 0; r < ROWS; ++r) dots[r][0] = dots[r][1] = all16(-C::BIAS * x_sum[r * runs + k / RUN]);
-#pragma GCC unroll 8
+#pragma GCC unroll 4
       for (int c = 0; c < RUN; c += 4) {
         __builtin_prefetch(weight + ahead);
         if (C::STEP == 32) __builtin_prefetch(weight + ahead + 64);
