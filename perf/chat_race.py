@@ -67,7 +67,7 @@ class Side:
     Attributes:
         answer: maps a prompt to its new tokens.
         ours: its tokens must be those of its ``plain``.
-        plain: plain decoding in the same arithmetic; None: itself, or the first side if it is not ours.
+        plain: plain decoding in the same arithmetic, which may be itself; None: the first side.
         rounds: for every round, the tokens and seconds of each group.
         equal: for every answer, whether its tokens are those of ``plain``.
         length: tokens per cycle of the last answer; None: the side has no cycles.
@@ -78,7 +78,7 @@ class Side:
     name: str
     answer: Callable[[list[int]], list[int]]
     ours: bool = False
-    plain: Side | None = None
+    plain: Side | None = field(default=None, repr=False, compare=False)
     version: str | None = None
     rounds: list[dict[str, list[float]]] = field(default_factory=list)
     equal: list[bool] = field(default_factory=list)
@@ -144,17 +144,14 @@ def measure(sides: Sequence[Side], prompts: Sequence[tuple[str, list[int]]], rou
         for group, prompt in prompts:
             expected: dict[str, list[int]] = {}
             # The second round goes backwards: no side always follows the same other one.
-            plains, others = (
-                [side for side in sides if side.ours and side.plain is None],
-                [side for side in sides if not side.ours or side.plain],
-            )
+            plains = [side for side in sides if (side.plain or sides[0]) is side]
+            others = [side for side in sides if (side.plain or sides[0]) is not side]
             for side in [*plains, *(others if number % 2 == 0 else reversed(others))]:
                 time.sleep(PAUSE)
                 started = time.perf_counter()
                 tokens = side.answer(prompt)
                 seconds = time.perf_counter() - started
-                plain = side if side.ours and side.plain is None else side.plain or sides[0]
-                side.equal.append(tokens == expected.setdefault(plain.name, tokens))
+                side.equal.append(tokens == expected.setdefault((side.plain or sides[0]).name, tokens))
                 side.rounds[-1][group][0] += len(prompt) if group == LONG else len(tokens)
                 side.rounds[-1][group][1] += seconds
                 if side.length is not None:
@@ -293,6 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for activations in args.activations or ["full"]:
         ours = OURS if activations == "full" else f"{OURS}, activations {activations}"
         plain = our_side(f"{ours}, plain", args, variant="none", activations=activations)
+        plain.plain = plain
         sides.append(plain)
         for variant, draft in () if args.plain else drafters.items():
             for shape, depths in SHAPES[variant]:

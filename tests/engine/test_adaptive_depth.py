@@ -420,7 +420,8 @@ def test_figures_count_what_was_drafted() -> None:
     metrics = RequestMetrics(cycles=6, cycle_tokens=[1, 3, 1, 2, 5, 1], cycle_depths=[0, 2, 4, 2, 4, 4], cut=True)
     assert metrics.whole_cycles() == [1, 3, 1, 2, 5]
     assert metrics.drafted_cycles() == [(3, 2), (1, 4), (2, 2), (5, 4)]
-    plan: Any = SimpleNamespace(shape=SimpleNamespace(num_steps=4), accept=SimpleNamespace(lossy=False, synthetic=False), numerics="fast")
+    accept = SimpleNamespace(lossy=False, synthetic=False)
+    plan: Any = SimpleNamespace(shape=SimpleNamespace(num_steps=4), accept=accept, numerics="fast", activations="full")
     request = Request(index=0, prompt=[1], params=SamplingParams(), stop_ids=(), budget=9, metrics=metrics)
     found = summarise([request], plan)
     assert found.acceptance_length == 11 / 4 and found.accepted_per_position == [3 / 4, 2 / 4, 1 / 2, 1 / 2]

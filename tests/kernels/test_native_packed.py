@@ -167,7 +167,7 @@ def older(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     if any(flag.removeprefix("-m") not in cpu_flags().split() for flag in flags):
         pytest.skip("a processor without these instructions")
     others = tuple(flag for flag in build.FLAGS if flag not in ("-march=native", "-O3"))
-    sources = ("linear.cpp", "product.cpp", "team.cpp")
+    sources = ("linear.cpp", "product.cpp", "rounded.cpp", "team.cpp")
     library = replace(build.LIBRARY, name=f"test-{request.param}", sources=sources, flags=(*others, "-O1", *flags)).load()
     names: dict[str, Callable[..., None]] = {}
 

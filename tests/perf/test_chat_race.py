@@ -139,6 +139,19 @@ def test_rates_are_by_group_and_ours_with_other_tokens_have_none(monkeypatch):
     assert "| wrong | wrong output | wrong output | 0 % |" in text and "| other | 4 (1.50x) | 3 (1.00x) | 67 % |" in text
 
 
+def test_sides_are_compared_with_plain_decoding_in_the_same_arithmetic(monkeypatch):
+    monkeypatch.setattr(chat_race, "PAUSE", 0.0)
+    plain = chat_race.Side("plain", lambda prompt: [1], ours=True)
+    rounded = chat_race.Side("rounded", lambda prompt: [2], ours=True)
+    rounded.plain = rounded
+    right = chat_race.Side("right", lambda prompt: [2], ours=True, plain=rounded)
+    wrong = chat_race.Side("wrong", lambda prompt: [1], ours=True, plain=rounded)
+    other = chat_race.Side("other", lambda prompt: [1])
+    sides = [plain, right, wrong, rounded, other]
+    chat_race.measure(sides, [("chat", [5])], 2)
+    assert [all(side.equal) for side in sides] == [True, True, False, True, True]
+
+
 def test_prompts_that_are_only_read_are_counted_by_their_tokens(tmp_path, capsys):
     assert chat_race.long_prompts([[1, 2], [3]], 5) == [("prompts", [1, 2, 3, 1, 2]), ("prompts", [3, 1, 2, 3, 1])]
     prompts = tmp_path / "prompts.jsonl"
