@@ -49,7 +49,7 @@ def engine_for(config: LaunchConfig, target: str, variant: VariantConfig, *, row
     native = on_cpu and compiler_on_path() is not None and tokens >= NATIVE_PAYS
     # A smaller bucket for the last requests of a piece.
     runtime = RuntimeConfig(name="compiled" if native else "eager", max_rows=rows, buckets=sorted({max(1, rows // 4), rows}))
-    return LLM.from_config(Config(variant=variant, model=model, runtime=runtime, hardware=config.hardware))
+    return LLM.from_config(Config(variant=variant, model=model, runtime=runtime, kernels=config.kernels, hardware=config.hardware))
 
 
 def user_prefix(tokenizer: Tokenizer) -> list[int]:

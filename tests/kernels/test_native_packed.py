@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +13,22 @@ from torch import Generator, Tensor, nn
 
 from graphspec import LLM, SamplingParams
 from graphspec.errors import ConfigError
-from graphspec.host.native_build import cpu_flags
 from graphspec.kernels import native
 from graphspec.kernels.linear.packed import CODES, Packed, dequantise
-from graphspec.kernels.native import build, cycle, pack_codes, pack_linear, pack_segments
+from graphspec.kernels.native import cycle, pack_codes, pack_linear, pack_segments
 from graphspec.models.decoder import Decoder
 from graphspec.models.layers import Embedding, Linear, set_weight
 from graphspec.models.packed_weight import PackedWeight
 from graphspec.models.stack import pack_network
 from tests.kernels.test_native_stack import PLAN, facts, fill, scene
 from tests.support.checkpoints import build_hf, write_hf
+from tests.support.instruction_sets import use_products_for
 from tests.support.quantised_checkpoints import quantise
 
 PARTS = ("", "zeros", "minimums", "super", "super minimums")
 ROWS = (1, 2, 3, 5, 6, 8, 9, 33, 64, 100)
 SHAPES = ((83, 70, 32), (33, 64, 16), (5, 46, 46), (64, 20, 1), (40, 34, 128))
 """Outputs, channels, group: blocks and groups that are cut short, a scale per row, a scale per channel."""
-OLDER = {"avx2": ("-mavx2", "-mfma", "-mf16c"), "generic": ()}
-"""Instruction sets below this machine's, by the flags that choose them."""
 
 
 @pytest.fixture(autouse=True)
@@ -160,27 +156,9 @@ def test_rows_are_looked_up_in_a_packed_weight(code: str) -> None:
     assert torch.equal(cycle.embed(token, valid, pack_segments(segments), 64), expected)
 
 
-@pytest.fixture(params=OLDER)
-def older(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products compiled for an older instruction set."""
-    flags = OLDER[request.param]
-    if any(flag.removeprefix("-m") not in cpu_flags().split() for flag in flags):
-        pytest.skip("a processor without these instructions")
-    others = tuple(flag for flag in build.FLAGS if flag not in ("-march=native", "-O3"))
-    sources = ("linear.cpp", "product.cpp", "rounded.cpp", "team.cpp")
-    library = replace(build.LIBRARY, name=f"test-{request.param}", sources=sources, flags=(*others, "-O1", *flags)).load()
-    names: dict[str, Callable[..., None]] = {}
-
-    def function(name: str) -> Callable[..., None]:
-        found = names.setdefault(name, getattr(library, f"graphspec_{name}"))
-        found.argtypes, found.restype = build.function(name).argtypes, None  # type: ignore[attr-defined]
-        return found
-
-    monkeypatch.setattr(importlib.import_module("graphspec.kernels.native.call"), "function", function)
-
-
-@pytest.mark.usefixtures("older")
-def test_products_of_other_vector_classes() -> None:
+@pytest.mark.parametrize("name", ["avx2", "generic"])
+def test_products_of_other_vector_classes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_products_for(name, monkeypatch)
     generator = Generator().manual_seed(9)
     for code in CODES:
         for parts in PARTS:

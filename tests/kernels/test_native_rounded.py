@@ -4,10 +4,9 @@ nothing.
 
 from __future__ import annotations
 
-import importlib
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,14 @@ from torch import Generator, Tensor
 
 from graphspec import LLM, SamplingParams
 from graphspec.errors import ConfigError
-from graphspec.host.native_build import cpu_flags
 from graphspec.kernels import native
 from graphspec.kernels.linear.packed import CODES, Packed, dequantise
-from graphspec.kernels.native import build, cycle, experts, pack_codes, pack_segments, roundable
+from graphspec.kernels.native import cycle, experts, pack_codes, pack_segments, roundable
 from perf.committed_logits import committed
 from tests.kernels.test_native_packed import PARTS, draw, mixed, multiply
 from tests.support.checkpoints import build_hf, write_hf
 from tests.support.engines import prompts
+from tests.support.instruction_sets import FLAGS, use_products_for
 from tests.support.moe_checkpoints import write_mixture
 from tests.support.quantised_checkpoints import quantise, quantise_gpt_oss
 
@@ -32,15 +31,6 @@ INTEGERS = tuple(code for code in CODES if code != "e4m3")
 SHAPES = ((83, 96, 32), (33, 64, 16), (5, 128, 128), (64, 160, 64), (40, 32, 32), (7, 192, 96))
 """Outputs, channels, group: blocks and groups that are cut short, groups of several sizes, a scale per row."""
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 33, 100)
-LESS = {
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
-    "avx512_vnni": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c"),
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "generic": (),
-}
-"""Instruction sets that others than this machine may have, by the flags that choose them."""
-CPU_NAMES = {"avx512vnni": "avx512_vnni"}
-"""What Linux calls an instruction set, where the compiler calls it otherwise."""
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +114,23 @@ def test_rows_of_several_formats_are_one_product(count: int) -> None:
     assert torch.equal(*(cycle.embed(tokens, valid, pack_segments(segments, rounded=way), 64) for way in (True, False)))
 
 
+@pytest.mark.parametrize("name", FLAGS)
+def test_activations_too_small_for_a_scale_are_zeros(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """127 over such a number is infinite."""
+    use_products_for(name, monkeypatch)
+    generator = Generator().manual_seed(12)
+    for code, parts in product(INTEGERS, ("", "minimums")):
+        weight = draw(generator, 40, 96, code, 32, parts)
+        x = torch.randn(3, 96, generator=generator)
+        x[1, 32:64] *= 1e-38
+        x[2] = 0.0
+        x[2, 40] = -3e-37
+        zeros = x.clone()
+        zeros[1, 32:64] = zeros[2] = 0.0
+        packed = pack_codes(weight, rounded=True)
+        assert torch.equal(multiply(x, packed, 40), multiply(zeros, packed, 40))
+
+
 def test_rows_that_are_no_numbers_spoil_no_other() -> None:
     generator = Generator().manual_seed(8)
     weight = draw(generator, 40, 64, "uint4", 32, "minimums")
@@ -134,32 +141,14 @@ def test_rows_that_are_no_numbers_spoil_no_other() -> None:
     assert torch.equal(found[[0, 4]], multiply(x[[0, 4]], pack_codes(weight, rounded=True), 40))
 
 
-@pytest.fixture(params=LESS)
-def less(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Compiles products for another instruction set."""
-    flags = LESS[request.param]
-    names = [flag.removeprefix("-m") for flag in flags]
-    if any(CPU_NAMES.get(name, name) not in cpu_flags().split() for name in names):
-        pytest.skip("a processor without these instructions")
-
-    def use() -> None:
-        others = tuple(flag for flag in build.FLAGS if flag not in ("-march=native", "-O3"))
-        sources = ("linear.cpp", "product.cpp", "rounded.cpp", "team.cpp")
-        library = replace(build.LIBRARY, name=f"test-rounded-{request.param}", sources=sources, flags=(*others, "-O1", *flags)).load()
-        found: Any = library.graphspec_linear
-        found.argtypes, found.restype = build.function("linear").argtypes, None  # type: ignore[attr-defined]
-        monkeypatch.setattr(importlib.import_module("graphspec.kernels.native.call"), "function", lambda name: found)
-
-    use.fused = "-mfma" in flags and "fma" in cpu_flags().split()  # type: ignore[attr-defined]
-    return use
-
-
-def test_other_processors_have_the_same_bits(less: Any) -> None:
+@pytest.mark.parametrize("name", FLAGS)
+def test_other_processors_have_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they have fused multiply-adds. The others' sums are rounded once more."""
+    fused = "-mfma" in FLAGS[name]
     results = []
     for other in (False, True):
         if other:
-            less()
+            use_products_for(name, monkeypatch)
         generator = Generator().manual_seed(9)
         results.append(
             [
@@ -170,7 +159,7 @@ def test_other_processors_have_the_same_bits(less: Any) -> None:
             ]
         )
     for here, there in zip(*results, strict=True):
-        assert torch.equal(here, there) or not less.fused
+        assert torch.equal(here, there) or not fused
 
 
 @pytest.mark.parametrize("count", [1, 6])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from graphspec.config.compose import load_config
+from graphspec.config.schema import VariantConfig
 from graphspec.config.train_options import TrainConfig
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.text.tokenizer import Tokenizer
@@ -274,6 +275,14 @@ def test_what_the_target_writes_is_resumed_bit_for_bit(tmp_path, lenient, monkey
     with pytest.raises(ConfigError, match="temperatures"):
         words.append("train.text.temperatures=[0.5]")
         write("halves", 3000)
+
+
+def test_the_engine_that_writes_has_the_kernels_of_the_run(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(written.LLM, "from_config", asked.append)
+    config = load_config("variant=eagle3", "model.path=any", "kernels.activations=int8", "kernels.numerics=fast")
+    written.engine_for(config, "any", VariantConfig(name="none"), rows=4, context=64, tokens=1)
+    assert asked[0].kernels == config.kernels and asked[0].kernels.activations == "int8"
 
 
 def test_a_target_that_writes_nothing_sensible_is_refused(tmp_path, monkeypatch):

@@ -2,6 +2,9 @@
 
 #include "rounded.h"
 
+#include <cstring>
+#include <limits>
+
 #include "integers.h"
 
 namespace graphspec {
@@ -32,7 +35,13 @@ float round32(const float* x, int8_t* to, int32_t* sums) {
 #endif
   float most;
   std::memcpy(&most, &largest, sizeof most);
-  const float by = most > 0.0f ? 127.0f / most : 0.0f;
+  const float by = 127.0f / most;
+  // Numbers too small for a scale are zeros. Those that are none make a scale that is none, and products with it.
+  if (!(most <= std::numeric_limits<float>::max() && by <= std::numeric_limits<float>::max())) {
+    std::memset(to, 0, ROUNDED);
+    sums[0] = sums[1] = 0;
+    return most / 127.0f;
+  }
 #ifdef __AVX512F__
   for (int half = 0; half < 2; ++half) {
     const __m512i rounded = _mm512_maskz_cvtps_epi32(0xffff, _mm512_mul_ps(half == 0 ? low : high, _mm512_set1_ps(by)));
