@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,8 @@ from ..config.compose import load_config, overrides_of
 from ..errors import ConfigError, GraphspecError
 from ..facts.folders import draft_folder, model_folder, shipped_draft
 from ..facts.gguf_model import weights_files
+from ..plan.numerics import resolve_activations
+from ..plan.runtime import resolve_runtime
 
 if TYPE_CHECKING:
     from ..api.llm import LLM
@@ -32,6 +34,9 @@ PROMPT = "> "
 N_GRAMS = ("variant=ngram", "variant.num_steps=2", "variant.topk=1", "variant.num_draft_tokens=3", "adaptive.depths=[0]")
 """The drafter of a model without a head, and of one whose head only pays with other weights. It has no weights. Three nodes cost little
 more than one even where weights have 4 bits, and where nothing repeats the cycle is a plain one."""
+FEW_BITS = ("kernels.activations=int8", "variant.num_steps=1", "variant.topk=1", "variant.num_draft_tokens=2")
+"""What makes a head of ours pay over weights of few bits on a CPU: nodes that cost less, and few of them (docs/benchmarks.md)."""
+SHAPE = {"variant.num_steps", "variant.topk", "variant.num_draft_tokens"}
 HELP = """\
 /system TEXT   begin anew with this system message; without TEXT, without one
 /reset         begin anew, and keep the system message
@@ -41,9 +46,9 @@ HELP = """\
 
 
 def conversation_words(words: list[str]) -> list[str]:
-    """Words of the command line, completed for a conversation: ``experiment=chat`` where none names an experiment, and the n-gram chain
-    where none names a drafter and the model has no head for the default one. A GGUF file with a head of ours gets the n-gram chain too: its
-    weights have so few bits that the head's nodes cost what they bring (docs/benchmarks.md).
+    """Words of the command line, completed for a conversation: ``experiment=chat`` where none names an experiment, and a drafter that pays
+    where none is named. A model with a head for the default variant has that; a GGUF file with a head of ours only where products can round
+    activations, with :data:`FEW_BITS`. The others have :data:`N_GRAMS`.
     """
     keys = {word.partition("=")[0] for word in overrides_of(words)}
     if "experiment" in keys:
@@ -55,14 +60,32 @@ def conversation_words(words: list[str]) -> list[str]:
         # What is wrong here is said by who reads the words next.
         config = load_config(*overrides_of(words))
         folder = model_folder(config.model.path, config.model.revision)
+        more: tuple[str, ...] = ()
         try:
             variant = resolve_variant(config.variant.name)
             draft_folder(config, variant, folder)
             if weights_files(folder) and shipped_draft(config.model.path, folder, variant) is not None:
-                return [*words, *N_GRAMS]
+                rounds = config.kernels.activations == "int8" or "kernels.activations" not in keys
+                more = FEW_BITS if rounds and rounds_activations(config) else N_GRAMS
         except GraphspecError:
-            return [*words, *N_GRAMS]
+            more = N_GRAMS
+        given = keys | SHAPE if SHAPE & keys else keys
+        return [*words, *(word for word in more if word.partition("=")[0] not in given)]
     return words
+
+
+def rounds_activations(config: LaunchConfig) -> bool:
+    """Whether an engine of this configuration can round activations to 8 bits."""
+    from ..engine.device import resolve_device
+
+    device = resolve_device(config.hardware.device)
+    runtime = resolve_runtime(config.runtime.name, device)
+    mode = runtime.kernels if config.kernels.mode == "auto" else config.kernels.mode
+    try:
+        resolve_activations(replace(config.kernels, activations="int8"), mode, device=device, dtype="float32")
+    except ConfigError:
+        return False
+    return True
 
 
 @dataclass

@@ -116,7 +116,7 @@ def run_conversation_demo(config: LaunchConfig, console: Console | None = None, 
             raise ResourceError(f"output of {kind}", f"the tokens of {plain}", f"other tokens from {variant}")
     if busy is not None:
         console.print(Text(busy + "\n"))
-    console.print(kinds_table(rows, variant, plain))
+    console.print(kinds_table(rows, variant, plain, activations=config.kernels.activations))
     console.print(Text(why(rows, variant, plain)))
 
 
@@ -148,8 +148,8 @@ def first_accepted(llm: LLM, prompt: Conversation) -> tuple[int, TreeSnapshot]:
     return cycle, tree
 
 
-def kinds_table(rows: dict[str, dict[str, tuple[float, Output]]], variant: str, plain: str) -> Table:
-    """Speeds with and without speculation, by kind of prompt."""
+def kinds_table(rows: dict[str, dict[str, tuple[float, Output]]], variant: str, plain: str, *, activations: str) -> Table:
+    """Speeds with and without speculation, by kind of prompt. ``activations`` are those of ``kernels.activations``, for both."""
     cells = [
         (
             kind, f"{sides[plain][0]:.1f}", f"{sides[variant][0]:.1f}", f"{sides[variant][0] / sides[plain][0]:.2f}",
@@ -157,7 +157,8 @@ def kinds_table(rows: dict[str, dict[str, tuple[float, Output]]], variant: str, 
         )
         for kind, sides in rows.items()
     ]  # fmt: skip
-    return table("decoding speed, tokens/s", ("prompt", plain, variant, f"x {plain}", "tokens/cycle", "tokens"), cells, ("prompt",))
+    title = "decoding speed, tokens/s" + ("; activations of 8 bits" if activations == "int8" else "")
+    return table(title, ("prompt", plain, variant, f"x {plain}", "tokens/cycle", "tokens"), cells, ("prompt",))
 
 
 def why(rows: dict[str, dict[str, tuple[float, Output]]], variant: str, plain: str) -> str:

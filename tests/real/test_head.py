@@ -11,7 +11,7 @@ import pytest
 from safetensors import safe_open
 
 from graphspec import LLM, SamplingParams
-from graphspec.cli.chat import N_GRAMS, conversation_words
+from graphspec.cli.chat import FEW_BITS, N_GRAMS, conversation_words
 from graphspec.config.catalog import resolve_variant
 from graphspec.facts import folders
 from graphspec.lab.measure.provenance import ROOT
@@ -89,7 +89,12 @@ def test_its_text_is_in_the_repository() -> None:
     assert sum(lengths) == data["train_tokens"] + data["held_out_tokens"]
 
 
-def test_a_chat_over_four_bits_drafts_by_n_grams(real: Path) -> None:
-    """There the head does not pay; whoever names it gets it."""
-    assert set(N_GRAMS) <= set(conversation_words([]))
-    assert not set(N_GRAMS) & set(conversation_words(["variant=eagle3"]))
+def test_a_chat_over_four_bits_rounds_activations_for_the_head(real: Path) -> None:
+    """Without that the head does not pay, and n-grams draft; whoever names it gets it."""
+    assert set(FEW_BITS) <= set(conversation_words([]))
+    for given in ("kernels.activations=full", "runtime=eager", "hardware.device=cuda"):
+        words = conversation_words([given])
+        assert set(N_GRAMS) <= set(words) and "kernels.activations=int8" not in words
+    shaped = conversation_words(["variant.num_steps=2"])
+    assert "kernels.activations=int8" in shaped and "variant.num_draft_tokens=2" not in shaped
+    assert conversation_words(["variant=eagle3"]) == ["variant=eagle3", "experiment=chat"]
