@@ -1,6 +1,6 @@
-"""What activations of 8 bits change about a model's output: ``python -m perf.activations``.
+"""What rounded activations change about a model's output: ``python -m perf.activations``.
 
-An engine with ``kernels.activations=full`` answers the prompts of ``perf/prompts/chat.jsonl`` greedily. It and one with ``int8`` then read
+An engine with ``kernels.activations=full`` answers the prompts of ``perf/prompts/chat.jsonl`` greedily. It and one that rounds then read
 the answers and paragraphs of the documentation. What is reported: nats per token of either text under both, and how many tokens of the
 answers are also the most likely ones with ``int8``, each after the same tokens.
 """
@@ -47,12 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the figures, write them to ``--out``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="a name of conf/model, a GGUF file or a folder")
+    parser.add_argument("--activations", default="int8", choices=ACTIVATIONS[1:], help="next to full ones (default: %(default)s)")
     parser.add_argument("--pieces", type=int, default=40, help=f"of the documentation, of {CHUNK} tokens each (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=96, help="of an answer (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "perf" / "results", help="folder of the result file")
     args = parser.parse_args(argv)
     keys: dict[str, Any] = {"variant": "none", "runtime": "compiled", "max_rows": 4, "max_context": 1024, "generation_config": "ignore"}
-    engines = {name: LLM(args.model, activations=name, **keys) for name in ACTIVATIONS}
+    engines = {name: LLM(args.model, activations=name, **keys) for name in ("full", args.activations)}
     full = engines["full"]
     asked = [[{"role": "user", "content": text}] for text in texts()[:40]]
     answers = full.chat(asked, SamplingParams(max_tokens=args.max_tokens, temperature=0.0))

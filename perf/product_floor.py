@@ -1,8 +1,8 @@
 """Native products of a few rows next to the plainest loops over the same weights.
 
 ``python -m perf.product_floor`` times the products of one pass of SmolLM2-135M at 1 and at 5 rows, in Q4_1 with a head in Q8_0, in Q8_0
-and in bfloat16, codes with activations of 8 bits as well: by the engine's native op, and by loops that know one format and no odd shape
-(``product_floor.cpp``). Weights are random; those of all layers are one matrix, so calls and hand-overs between threads, of which the
+and in bfloat16, with activations in float32, and rounded as ``kernels.activations`` can: by the engine's native op, and by loops that
+know one format and no odd shape (``product_floor.cpp``). Weights are random; those of all layers are one matrix, so calls and hand-overs between threads, of which the
 engine's decoder op has few, hardly count. The sides take turns; a figure is the median over rounds of the ratio of their best times. The
 processor needs AVX-512.
 """
@@ -22,14 +22,14 @@ import torch
 from graphspec.errors import ResourceError
 from graphspec.host.native_build import cpu_flags, find_compiler
 from graphspec.kernels.linear.packed import Packed
-from graphspec.kernels.native import multiply_packed, pack_codes, pack_linear
+from graphspec.kernels.native import multiply_packed, pack_codes, pack_linear, pack_segments
 from graphspec.lab.measure.provenance import provenance, result_file, write_jsonl
 
 GROUP = 32
 FORMATS = {"q4_1": ("q4_1", "q8_0"), "q8_0": ("q8_0", "q8_0"), "bf16": ("bf16", "bf16")}
 """Formats of layers and head, by the name of the pair."""
-INT8 = ", int8"
-"""After the name of a pair of codes: activations of 8 bits. The loops multiply numbers, so these may take less time than they."""
+ROUNDED = {"q4_1": "int8", "q8_0": "int8", "bf16": "bfloat16"}
+"""What activations are rounded to, by the name of the pair. The loops round nothing, so such products may take less time than they."""
 ROWS = (1, 5)
 REPEATS = 30
 LAYERS = 30
@@ -37,24 +37,26 @@ SMOLLM2 = [(960 * LAYERS, 576), (576 * LAYERS, 576), (3072 * LAYERS, 576), (576 
 """Outputs and channels of the matrices of a pass, each as tall as those of all layers; the last is the head."""
 
 
-def random_weight(name: str, outputs: int, channels: int, rounded: bool) -> torch.Tensor:
-    """A weight of a format of :data:`FORMATS`, as native products read it; ``rounded``: they round activations to 8 bits."""
+def random_weight(name: str, outputs: int, channels: int, activations: str) -> torch.Tensor:
+    """A weight of a format of :data:`FORMATS`, as native products read it that have these activations."""
     if name == "bf16":
-        return pack_linear(torch.randn(outputs, channels).bfloat16().float())
+        numbers = torch.randn(outputs, channels).bfloat16().float()
+        return pack_linear(numbers) if activations == "full" else pack_segments([numbers], activations=activations)
     groups = (outputs, channels // GROUP)
     scales = (torch.rand(groups) / 16).half()
     if name == "q8_0":
-        return pack_codes(Packed(torch.randint(-127, 128, (outputs, channels), dtype=torch.int8), scales, "int8", GROUP), rounded)
+        return pack_codes(Packed(torch.randint(-127, 128, (outputs, channels), dtype=torch.int8), scales, "int8", GROUP), activations)
     codes = torch.randint(0, 256, (outputs, channels // 2), dtype=torch.uint8)
-    return pack_codes(Packed(codes, scales, "uint4", GROUP, minimums=-torch.rand(groups).half()), rounded)
+    return pack_codes(Packed(codes, scales, "uint4", GROUP, minimums=-torch.rand(groups).half()), activations)
 
 
 class Products:
     """The products of a pass by the native op."""
 
-    def __init__(self, layer: str, head: str, rounded: bool = False) -> None:
+    def __init__(self, layer: str, head: str, activations: str = "full") -> None:
         *layers, last = SMOLLM2
-        self.weights = [(random_weight(layer, *shape, rounded), shape) for shape in layers] + [(random_weight(head, *last, rounded), last)]
+        self.weights = [(random_weight(layer, *shape, activations), shape) for shape in layers]
+        self.weights.append((random_weight(head, *last, activations), last))
 
     def best_seconds(self, rows: int) -> float:
         """The fastest of :data:`REPEATS` passes."""
@@ -101,14 +103,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     threads = torch.get_num_threads()
     products = {name: Products(*formats) for name, formats in FORMATS.items()}
-    products |= {name + INT8: Products(*formats, rounded=True) for name, formats in FORMATS.items() if name != "bf16"}
+    products |= {f"{name}, {ROUNDED[name]}": Products(*formats, ROUNDED[name]) for name, formats in FORMATS.items()}
     times: dict[tuple[str, int], list[tuple[float, float]]] = {(name, rows): [] for name in products for rows in ROWS}
     with tempfile.TemporaryDirectory() as folder:
         program = build_loops(Path(folder))
         for _ in range(args.rounds):
             floor = loop_seconds(program, threads)
             for (name, rows), pairs in times.items():
-                pairs.append((products[name].best_seconds(rows), floor[name.removesuffix(INT8), rows]))
+                pairs.append((products[name].best_seconds(rows), floor[name.partition(",")[0], rows]))
     records = []
     for (name, rows), pairs in times.items():
         ours, loops = (statistics.median(side) * 1e3 for side in zip(*pairs, strict=True))

@@ -1,10 +1,11 @@
 """Whether drafts change a bit of a real model's logits on a CPU: ``make same-bits``.
 
 The chat model runs as published (Q4_1), with full activations and with those of 8 bits, and as a bfloat16 copy of the same numbers with KV
-in 16 bits. Every prompt is answered greedily and with a seed, plainly first, then with every drafter as a chain and as a tree. What is
-compared is every token, and a hash of all logits of every committed position. Drafts with networks have random weights: any drafter must
-be exact. ``itself`` drafts with the target, so that whole runs are accepted; ``trained`` is the head that comes with the package for the
-model, if there is one. The last case is a control: on torch's own ops, in ``fast`` numerics, the same comparison must find other bits.
+in 16 bits, likewise with activations in float32 and in bfloat16. Every prompt is answered greedily and with a seed, plainly first, then
+with every drafter as a chain and as a tree. What is compared is every token, and a hash of all logits of every committed position. Drafts
+with networks have random weights: any drafter must be exact. ``itself`` drafts with the target, so that whole runs are accepted;
+``trained`` is the head that comes with the package for the model, if there is one. The last case is a control: on torch's own ops, in
+``fast`` numerics, the same comparison must find other bits.
 
 Prompts are those of ``perf/prompts`` and of ``graphspec profile``, then paragraphs of the documentation.
 """
@@ -50,7 +51,12 @@ NETWORKS: dict[str, dict[str, Any]] = {
 CHAIN, TREE = {"num_steps": 2, "topk": 1, "num_draft_tokens": 3}, {"num_steps": 2, "topk": 2, "num_draft_tokens": 5}
 ITSELF, TRAINED = "itself", "trained"
 COPY = "bfloat16"
-MODELS: dict[str, dict[str, Any]] = {"Q4_1": {}, "Q4_1, int8": {"activations": "int8"}, COPY: {"kv_dtype": "bfloat16"}}
+MODELS: dict[str, dict[str, Any]] = {
+    "Q4_1": {},
+    "Q4_1, int8": {"activations": "int8"},
+    COPY: {"kv_dtype": "bfloat16"},
+    f"{COPY}, rounded": {"kv_dtype": "bfloat16", "activations": "bfloat16"},
+}
 CONTROL = "control, fast"
 
 
@@ -163,7 +169,7 @@ def run(args: argparse.Namespace, work: Path, file: Path) -> bool:
         print(f"{model}, {case}: {record}", flush=True)
 
     for model, own in MODELS.items():
-        folder = work / COPY if model == COPY else source
+        folder = work / COPY if model.startswith(COPY) else source
         if model not in args.models:
             continue
         record, plain = answered(folder, {**keys, **own, "variant": "none"}, args.prompts, args.max_tokens)

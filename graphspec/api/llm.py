@@ -36,7 +36,7 @@ from ..graphs.programs import Key
 from ..graphs.ranks import FollowingCycle, LeadingCycle
 from ..host.progress import Display, Progress, display_of
 from ..models.layers import join_ranks, use_kernels
-from ..models.stack import pack_network, round_activations, round_weights, uses_packed_weights
+from ..models.stack import ROUNDED, pack_network, round_activations, round_weights, uses_packed_weights
 from ..models.target import load_target, read_target_facts
 from ..models.token_map import apply_token_map, load_token_map
 from ..plan.buffers import DTYPES
@@ -65,6 +65,9 @@ from .prompts import (
 )
 
 logger = logging.getLogger(__name__)
+
+WEIGHTS_FOR = {"int8": "of 4 or 8 bits with scales for groups of 16 channels or more", "bfloat16": "stored in bfloat16"}
+"""What a target needs for ``kernels.activations``."""
 
 
 class LLM:
@@ -202,10 +205,14 @@ class LLM:
             for network in networks.values():
                 join_ranks(network, comm)
         native = uses_packed_weights(plan)
-        rounded = {name: round_activations(network) for name, network in networks.items() if plan.activations == "int8"}
-        if rounded and not rounded["target"][0]:
-            expected = "full, unless the target has weights of 4 or 8 bits with scales for groups of 16 channels or more"
-            raise ConfigError("kernels.activations", expected, "int8")
+        rounded: dict[str, str] = {}
+        if plan.activations != "full":
+            rounded["target"] = round_activations(target, {plan.activations})
+            if not rounded["target"]:
+                expected = f"full, unless the target has weights {WEIGHTS_FOR[plan.activations]}"
+                raise ConfigError("kernels.activations", expected, plan.activations)
+        if draft is not None and native and plan.draft_activations == "auto":
+            rounded["draft"] = round_activations(draft, ROUNDED, target)
         self.decoders: dict[str, str] = {}
         """How the decoder layers of target and draft run, in words."""
         for name, network in networks.items():
@@ -213,8 +220,8 @@ class LLM:
             if not native:
                 use_kernels(network, kernels)
             self.decoders[name] = f"op by op: {reason}" if reason else "one native op per pass"
-            if name in rounded:
-                self.decoders[name] += ", activations of 8 bits in {} of {} products".format(*rounded[name])
+            if rounded.get(name):
+                self.decoders[name] += f", {rounded[name]}"
             if native and name == "target" and reason and plan.numerics == "batch_invariant":
                 # Torch's ops between the native ones may sum in another order for another number of rows.
                 if self.config.kernels.numerics == "batch_invariant":

@@ -65,6 +65,7 @@ class Overrides(TypedDict, total=False):
     linear: str
     numerics: str
     activations: str
+    draft_activations: str
     programmatic_launch: bool | None
     compile_around: bool
     linear_table: str | None

@@ -22,7 +22,8 @@ ATTENTIONS = (*IMPLEMENTATIONS, "flashinfer")
 HOST_STEP_OVER_LATENT_ROWS = ("flashinfer",)
 """Attention whose kernels for latent rows take a work list from the host, and chains only."""
 NUMERICS = ("auto", "fast", "batch_invariant")
-ACTIVATIONS = ("full", "int8")
+ACTIVATIONS = ("full", "int8", "bfloat16")
+DRAFT_ACTIVATIONS = ("auto", "full")
 DEVICES = ("auto", "cpu", "cuda")
 DRAFT_NOISES = ("coupled", "none")
 DRAFT_PARALLEL = ("auto", "replicated", "sharded")
@@ -240,9 +241,12 @@ class KernelsConfig:
     """batch_invariant: a token's logits depend to the bit on the tokens before it alone; fast: sums in the order that measured best for
     the number of rows; auto: the former where it is free and proved, on a CPU by native kernels, else fast (docs/numerics.md)."""
     activations: str = "full"
-    """What weights of 4 or 8 bits are multiplied by. full: activations in the dtype of arithmetic; int8: activations rounded to 8 bits,
-    32 channels to a scale, which is faster and changes the output a little, with and without drafts alike. Native linear layers on a
-    CPU only (docs/numerics.md)."""
+    """What the target's weights are multiplied by. full: activations in the dtype of arithmetic; int8: with weights of 4 or 8 bits,
+    activations rounded to 8 bits, 32 channels to a scale; bfloat16: with weights in bfloat16, activations rounded to bfloat16. The latter
+    are faster and change the output a little, with and without drafts alike. Native linear layers on a CPU only (docs/numerics.md)."""
+    draft_activations: str = "auto"
+    """The same for the draft's weights, which changes drafts and never the output. auto: rounded wherever a native product can, to 8 bits
+    or to bfloat16; full: as above."""
     programmatic_launch: bool | None = None
     """Programmatic dependent launch: a fused kernel starts while the previous one drains. null: if its probe has passed on this machine
     (docs/kernels.md)."""
@@ -258,6 +262,7 @@ class KernelsConfig:
         one_of("kernels.linear", self.linear, IMPLEMENTATIONS)
         one_of("kernels.numerics", self.numerics, NUMERICS)
         one_of("kernels.activations", self.activations, ACTIVATIONS)
+        one_of("kernels.draft_activations", self.draft_activations, DRAFT_ACTIVATIONS)
         if self.linear_table is not None and self.numerics == "batch_invariant":
             raise ConfigError(
                 "kernels.linear_table", f"null with kernels.numerics={self.numerics}, which chooses nothing", self.linear_table

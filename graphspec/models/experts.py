@@ -53,6 +53,8 @@ class MixtureOfExperts(KernelModule, ShardedModule):
         self.gelu = facts.family.activation == "gelu_tanh"
         self.stored: dict[str, torch.dtype | None] = {}
         """Dtypes of the experts' stored weights, as in :class:`Linear`."""
+        self.activations = "full"
+        """As in :class:`Linear`."""
         self.native_gate_up: Tensor | None
         self.native_down: Tensor | None
         for name in ("native_gate_up", "native_down"):
@@ -91,9 +93,11 @@ class MixtureOfExperts(KernelModule, ShardedModule):
             return
         for name in self.WEIGHTS:
             weight = getattr(self, name)
-            coded = isinstance(weight, PackedWeight)
-            [own] = weight.segments if coded else [weight.flatten(0, 1)]
-            packed = native.pack_experts(own, self.experts.num_experts, self.stored.get(name), coded and weight.rounded)
+            if isinstance(weight, PackedWeight):
+                [own], activations = weight.segments, weight.activations
+            else:
+                own, activations = weight.flatten(0, 1), self.activations
+            packed = native.pack_experts(own, self.experts.num_experts, self.stored.get(name), activations)
             setattr(self, f"native_{name.rpartition('_')[0]}", packed)
             setattr(self, name, None)
         self._mix_native = native.mix

@@ -76,6 +76,8 @@ class Linear(KernelModule):
         self.register_buffer("packed", None, persistent=False)
         self.stored: torch.dtype | None = None
         """The 16-bit dtype in which a checkpoint has all of the weight; None: it has another."""
+        self.activations = "full"
+        """What native products with a weight of numbers round activations to; one of codes knows by itself."""
         self.multiply: Callable[..., Hidden] = linear
         self.multiply_codes: Callable[..., Hidden] = packed_linear
         self.multiply_heads: Callable[..., Tensor | None] | None = None
@@ -102,10 +104,15 @@ class Linear(KernelModule):
         """Replace the weight by its packed form, for the native kernel. float32 on the CPU only."""
         if self.weight is None:
             return
-        from ..kernels.native import multiply_packed, pack_linear
+        from ..kernels.native import multiply_packed, pack_linear, pack_segments
 
         weight = self.weight
-        self.packed = weight.pack() if isinstance(weight, PackedWeight) else pack_linear(weight, self.stored)
+        if isinstance(weight, PackedWeight):
+            self.packed = weight.pack()
+        elif self.activations == "full":
+            self.packed = pack_linear(weight, self.stored)
+        else:
+            self.packed = pack_segments([weight], self.stored, self.activations)
         self._multiply_packed = multiply_packed
         self.weight = None
 

@@ -25,8 +25,8 @@ class PackedWeight(nn.Module):
     def __init__(self, segments: Sequence[Segment], dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
-        self.rounded = False
-        """Products round activations to 8 bits."""
+        self.activations = "full"
+        """What native products round activations to, as :func:`graphspec.kernels.native.pack_segments` takes it."""
         self._native: Tensor | None = None
         joined: list[Segment] = []
         for segment in segments:
@@ -87,7 +87,7 @@ class PackedWeight(nn.Module):
         from ..kernels.native import pack_segments
 
         if self._native is None:
-            self._native = pack_segments(self.float_segments, rounded=self.rounded)
+            self._native = pack_segments(self.float_segments, activations=self.activations)
         return self._native
 
     def take(self, row: Tensor) -> PackedWeight:

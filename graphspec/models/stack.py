@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 
 from ..kernels import resolve
@@ -16,12 +18,16 @@ from .packed_weight import PackedWeight
 from .recurrent_net import RecurrentNet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from ..kernels.formulas import Rotation
     from ..kernels.native import stack
     from ..plan.plan import Plan
     from .attention import Attention, PagedAttention
+
+
+ROUNDED = {"int8": "of 8 bits", "bfloat16": "in bfloat16"}
+"""Activations that products round, in words."""
 
 
 class PlainLayer(Protocol):
@@ -85,8 +91,8 @@ def _product(linear: Linear) -> stack.Product:
 
     assert linear.weight is not None, "layers that are not packed yet"
     if isinstance(linear.weight, PackedWeight):
-        return Product(linear.weight.float_segments, linear.bias, linear.stored, linear.weight.rounded)
-    return Product(linear.weight, linear.bias, linear.stored)
+        return Product(linear.weight.float_segments, linear.bias, linear.stored, linear.weight.activations)
+    return Product(linear.weight, linear.bias, linear.stored, linear.activations)
 
 
 class DecoderStack(nn.Module):
@@ -242,22 +248,41 @@ def round_weights(network: nn.Module, plan: Plan) -> None:
             module.stored |= {name: dtype for name in module.WEIGHTS if isinstance(getattr(module, name), nn.Parameter)}
 
 
-def round_activations(network: nn.Module) -> tuple[int, int]:
-    """Make products round activations to 8 bits where the weight's codes allow it, before weights are packed.
+def round_activations(network: nn.Module, to: Collection[str], shared: nn.Module | None = None) -> str:
+    """Make native products round activations where their weights allow it, before weights are packed.
+
+    Args:
+        network: whose linear layers and experts are meant.
+        to: int8: with weights of integer codes, in all or some rows; bfloat16: with weights whose numbers are all in bfloat16.
+        shared: a network whose layers and weights stay as they are, also where ``network`` has them too.
 
     Returns:
-        Weights whose products do so, all or some of their rows, and the weights of all linear layers and experts.
+        In how many products, in words; empty: in none.
     """
     from ..kernels.native import roundable
 
-    modules = list(network.modules())
-    held = [module.weight for module in modules if isinstance(module, Linear)]
-    held += [getattr(module, name) for module in modules if isinstance(module, MixtureOfExperts) for name in module.WEIGHTS]
-    weights = [weight for weight in held if weight is not None]
-    codes = [w for w in weights if isinstance(w, PackedWeight) and any(isinstance(part, Packed) and roundable(part) for part in w.segments)]
-    for weight in codes:
-        weight.rounded = True
-    return len(codes), len(weights)
+    kept = set() if shared is None else {id(module) for module in shared.modules()}
+    counts, total = Counter[str](), 0
+    for module in network.modules():
+        if not isinstance(module, Linear | MixtureOfExperts):
+            continue
+        names = module.WEIGHTS if isinstance(module, MixtureOfExperts) else ("weight",)
+        for name in names:
+            weight = getattr(module, name)
+            total += weight is not None
+            owner: Linear | MixtureOfExperts | PackedWeight = module
+            if isinstance(weight, PackedWeight):
+                owner = weight
+                fits = ["int8"] * any(isinstance(part, Packed) and roundable(part) for part in weight.segments)
+                fits += ["bfloat16"] * any(isinstance(part, Tensor) and part.dtype is torch.bfloat16 for part in weight.segments)
+            else:
+                stored = module.stored.get(name) if isinstance(module, MixtureOfExperts) else module.stored
+                fits = ["bfloat16"] * (weight is not None and stored is torch.bfloat16)
+            kind = next((kind for kind in fits if kind in to), None)
+            if kind is not None and id(owner) not in kept:
+                owner.activations = kind
+                counts[kind] += 1
+    return ", ".join(f"activations {ROUNDED[kind]} in {count} of {total} products" for kind, count in counts.items())
 
 
 def uses_packed_weights(plan: Plan) -> bool:

@@ -37,10 +37,11 @@ def resolve_activations(config: KernelsConfig, mode: str, *, device: str, dtype:
         config, mode, device, dtype: as of :func:`resolve_numerics`.
 
     Raises:
-        ConfigError: ``int8`` without native linear layers.
+        ConfigError: others than ``full`` without native linear layers.
     """
     native = device == "cpu" and dtype == "float32" and (config.linear == "native" or (config.linear == "auto" and mode == "compiled"))
-    if config.activations == "int8" and not native:
+    if config.activations != "full" and not native:
         expected = "full, unless linear layers are native (runtime=compiled on a CPU, or kernels.linear=native)"
-        raise ConfigError("kernels.activations", expected, f"int8 on {device} with kernels.mode={mode}, kernels.linear={config.linear}")
+        found = f"{config.activations} on {device} with kernels.mode={mode}, kernels.linear={config.linear}"
+        raise ConfigError("kernels.activations", expected, found)
     return config.activations

@@ -113,6 +113,7 @@ class Plan:
     linear: str
     numerics: str
     activations: str
+    draft_activations: str
     programmatic_launch: bool | None
     compile_around: bool
     runtime: Runtime
@@ -516,6 +517,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         linear=config.kernels.linear,
         numerics=resolve_numerics(config.kernels, kernels, target, device=device, dtype=dtypes.compute),
         activations=resolve_activations(config.kernels, kernels, device=device, dtype=dtypes.compute),
+        draft_activations=config.kernels.draft_activations,
         programmatic_launch=config.kernels.programmatic_launch,
         compile_around=config.kernels.compile_around,
         runtime=chosen,

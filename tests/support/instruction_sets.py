@@ -13,10 +13,10 @@ from graphspec.kernels.native import build
 
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", *AVX2)
-FLAGS = {"generic": (), "avx2": AVX2, "avx512": AVX512, "avx512_vnni": (*AVX512, "-mavx512vnni")}
+FLAGS = {"generic": (), "avx2": AVX2, "avx512": AVX512, "avx512_vnni": (*AVX512, "-mavx512vnni"), "avx512_bf16": (*AVX512, "-mavx512bf16")}
 """Of the compiler, by instruction set."""
-SOURCES = ("linear.cpp", "product.cpp", "rounded.cpp", "team.cpp")
-CPU_NAMES = {"avx512vnni": "avx512_vnni"}
+SOURCES = ("linear.cpp", "paired.cpp", "product.cpp", "rounded.cpp", "team.cpp")
+CPU_NAMES = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16"}
 """What Linux calls an instruction set, where the compiler calls it otherwise."""
 
 

@@ -288,7 +288,7 @@ def _codes(weight: Packed) -> Tensor:
     return (low | high << 4).transpose(1, 2)
 
 
-def _segment(weight: Packed, rounded: bool) -> tuple[Tensor, list[int]]:
+def _segment(weight: Packed, activations: str) -> tuple[Tensor, list[int]]:
     """The data of a segment, and its description without the place."""
     check_packed(weight, "native products: weight")
     outputs, channels = weight.shape
@@ -312,12 +312,19 @@ def _segment(weight: Packed, rounded: bool) -> tuple[Tensor, list[int]]:
     codes, whole = _codes(weight), channels // group
     body = torch.cat((table[:, :whole], codes[:, : whole * group].unflatten(1, (whole, group)).flatten(2)), -1).flatten(1)
     rest = (table[:, whole:].flatten(1), codes[:, whole * group :].flatten(1))
-    return torch.cat((body, *rest), -1), [CODE[weight.code], CODE[dtype], kind, group, outputs, rounded and roundable(weight)]
+    return torch.cat((body, *rest), -1), [CODE[weight.code], CODE[dtype], kind, group, outputs, activations == "int8" and roundable(weight)]
 
 
-def _dense_segment(weight: Tensor, stored: torch.dtype | None) -> tuple[Tensor, list[int]]:
-    packed = pack_linear(weight, stored)
-    return packed.view(torch.uint8), [CODE[packed.dtype], CODE[packed.dtype], NONE, weight.shape[1], weight.shape[0], False]
+def _dense_segment(weight: Tensor, stored: torch.dtype | None, activations: str) -> tuple[Tensor, list[int]]:
+    paired = activations == "bfloat16" and _narrowest(weight.detach(), stored=stored) is torch.bfloat16
+    packed = _paired(weight.detach().bfloat16()) if paired else pack_linear(weight, stored)
+    return packed.view(torch.uint8), [CODE[packed.dtype], CODE[packed.dtype], NONE, weight.shape[1], weight.shape[0], paired]
+
+
+def _paired(weight: Tensor) -> Tensor:
+    """``[ceil(out / 32), ceil(in / 2), 2, 16, 2]``, as ``paired.cpp`` reads it: a block's halves, their outputs, two channels of each."""
+    blocks = _blocks(torch.nn.functional.pad(weight, (0, weight.shape[1] % 2)))
+    return blocks.unflatten(1, (2, BLOCK // 2)).unflatten(3, (-1, 2)).permute(0, 3, 1, 2, 4).contiguous()
 
 
 def roundable(weight: Packed) -> bool:
@@ -327,7 +334,7 @@ def roundable(weight: Packed) -> bool:
     return weight.code != "e4m3" and weight.group_of is None and weight.group % 16 == 0 == weight.shape[1] % 32
 
 
-def pack_segments(segments: Sequence[Packed | Tensor], stored: torch.dtype | None = None, rounded: bool = False) -> Tensor:
+def pack_segments(segments: Sequence[Packed | Tensor], stored: torch.dtype | None = None, activations: str = "full") -> Tensor:
     """uint8, one-dimensional: a weight whose output rows are stored in these formats, top to bottom, as it describes itself.
 
     Each group of channels has its scales next to its codes, so a product reads one stream.
@@ -335,7 +342,8 @@ def pack_segments(segments: Sequence[Packed | Tensor], stored: torch.dtype | Non
     Args:
         segments: codes, or float32 ``[out, in]``.
         stored: as of :func:`pack_linear`.
-        rounded: products round activations to 8 bits for codes that are :func:`roundable` (``rounded.h``).
+        activations: what products round them to (``rounded.h``). int8: for codes that are :func:`roundable`; bfloat16: for numbers that are
+            all in bfloat16; full: nothing. Others keep their activations.
 
     Raises:
         ConfigError: a tensor of another dtype or shape, NaN among codes of 8-bit floats, or rows of different length.
@@ -343,7 +351,10 @@ def pack_segments(segments: Sequence[Packed | Tensor], stored: torch.dtype | Non
     lengths = {segment.shape[1] for segment in segments}
     if len(lengths) != 1:
         raise ConfigError("native products: weight", "rows of one length", sorted(lengths))
-    made = [_segment(segment, rounded) if isinstance(segment, Packed) else _dense_segment(segment, stored) for segment in segments]
+    made = [
+        _segment(segment, activations) if isinstance(segment, Packed) else _dense_segment(segment, stored, activations)
+        for segment in segments
+    ]
     words = [len(made), *lengths]
     size = _aligned(8 * (len(words) + FIELDS * len(made)))
     for data, description in made:
@@ -353,9 +364,9 @@ def pack_segments(segments: Sequence[Packed | Tensor], stored: torch.dtype | Non
     return use_huge_pages(torch.cat([torch.nn.functional.pad(part, (0, -part.numel() % ALIGNMENT)) for part in parts]))
 
 
-def pack_codes(weight: Packed, rounded: bool = False) -> Tensor:
-    """:func:`pack_segments` of one segment. Unless ``rounded``, products are bit for bit those of the float32 weight it stands for."""
-    return pack_segments([weight], rounded=rounded)
+def pack_codes(weight: Packed, activations: str = "full") -> Tensor:
+    """:func:`pack_segments` of one segment. Products with full activations are bit for bit those of the float32 weight it stands for."""
+    return pack_segments([weight], activations=activations)
 
 
 def _aligned(size: int) -> int:

@@ -15,6 +15,7 @@ SOURCES = (
     "filter.cpp",
     "linear.cpp",
     "ngram.cpp",
+    "paired.cpp",
     "product.cpp",
     "recurrent.cpp",
     "rounded.cpp",

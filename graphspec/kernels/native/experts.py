@@ -13,14 +13,14 @@ from .call import bits, call, dense, require
 __all__ = ["mix", "moe_mlp", "pack_experts", "packed_moe_mlp"]
 
 
-def pack_experts(weight: Tensor | Packed, experts: int, stored: torch.dtype | None = None, rounded: bool = False) -> Tensor:
+def pack_experts(weight: Tensor | Packed, experts: int, stored: torch.dtype | None = None, activations: str = "full") -> Tensor:
     """uint8 ``[E, bytes]``: the weight of each expert as :func:`.pack_segments` has it.
 
     Args:
         weight: float32 or codes ``[E * N, K]``.
         experts: E.
         stored: as of :func:`.pack_linear`.
-        rounded: as of :func:`.pack_segments`.
+        activations: as of :func:`.pack_segments`.
 
     Raises:
         ConfigError: as :func:`.pack_segments`.
@@ -30,7 +30,7 @@ def pack_experts(weight: Tensor | Packed, experts: int, stored: torch.dtype | No
 
     def own(expert: int) -> Tensor:
         part = {name: x if name == "group_of" else x[expert * rows : (expert + 1) * rows] for name, x in tensors.items()}
-        return pack_segments([weight.with_tensors(part) if isinstance(weight, Packed) else part["values"]], stored, rounded)
+        return pack_segments([weight.with_tensors(part) if isinstance(weight, Packed) else part["values"]], stored, activations)
 
     # Without data all are alike. Otherwise the dtypes of numbers and scales may differ: the narrowest that has all of an expert's.
     made = [own(expert) for expert in range(1 if next(iter(tensors.values())).is_meta else experts)]

@@ -289,13 +289,17 @@ void product(const Matrix& m, int64_t first, int64_t last, const float* x, int64
     for (int64_t row = 0; row < rows; ++row)
       for (int64_t k = 0; k < m.channels; k += 16) __builtin_prefetch(x + row * stride + k);
   static thread_local RoundedRows integers;
-  bool have = false;
+  static thread_local PairedRows halves;
+  bool have_integers = false, have_halves = false;
   int64_t begin = 0, from = 0;
   for (int64_t i = 0; i < m.segments(); ++i) {
     const Segment& segment = m.segment(i);
     const int64_t blocks = (segment.outputs + BLOCK - 1) / BLOCK, low = std::max<int64_t>(first - begin, 0), high = std::min(last - begin, blocks);
-    if (low < high && segment.rounded) {
-      if (!std::exchange(have, true)) integers.round(x, stride, rows, m.channels);
+    if (low < high && segment.rounded && segment.code == BFLOAT16) {
+      if (!std::exchange(have_halves, true)) halves.round(x, stride, rows, m.channels);
+      paired_product(segment, m.data(i), from, low, high, halves, rows, finish);
+    } else if (low < high && segment.rounded) {
+      if (!std::exchange(have_integers, true)) integers.round(x, stride, rows, m.channels);
       rounded_product(segment, m.data(i), from, low, high, integers, rows, finish);
     } else if (low < high) {
       with_reader<Multiply>(segment, m.data(i), from, m.channels, low, high, x, stride, rows, finish);
@@ -308,7 +312,9 @@ void product(const Matrix& m, int64_t first, int64_t last, const float* x, int64
 void take_output(const Matrix& m, int64_t output, float* to) {
   int64_t i = 0;
   for (; output >= m.segment(i).outputs; ++i) output -= m.segment(i).outputs;
-  with_reader<Take>(m.segment(i), m.data(i), m.channels, output, to);
+  const Segment& segment = m.segment(i);
+  if (segment.rounded && segment.code == BFLOAT16) return take_paired(m.data(i), m.channels, output, to);
+  with_reader<Take>(segment, m.data(i), m.channels, output, to);
 }
 
 }  // namespace graphspec

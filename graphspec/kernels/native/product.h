@@ -31,7 +31,7 @@ struct Segment {
   int64_t scale, offset;  // scale: the Code in which scales and offsets are stored
   int64_t group;  // channels that share a scale; those of FLOAT32, BFLOAT16 and FLOAT16 share none
   int64_t outputs;
-  int64_t rounded;  // whether activations are rounded to 8 bits, see rounded.h
+  int64_t rounded;  // whether activations are rounded, those for BFLOAT16 to bfloat16 and others to 8 bits: rounded.h
 };
 
 // A packed weight. With the code SEGMENTS it begins with their number, the channels and their descriptions; with another it is one segment without scales.

@@ -1,6 +1,10 @@
-// Products with activations of 8 bits: groups of 32 channels of a row share a scale, as in llama.cpp's Q8_1. Sums over such a group, or over the part of it
-// that shares a scale of the weight, are exact; they are added in float32 in the order of channels. So each row gets the same bits alone and among others,
-// whatever the number of rows, threads or blocks, and on every machine that has fused multiply-adds.
+// Products with rounded activations. A row gets the same bits alone and among others, whatever the number of rows, threads or blocks.
+//
+// To 8 bits, for codes that are integers: groups of 32 channels of a row share a scale, as in llama.cpp's Q8_1. Sums over such a group, or over the part of it
+// that shares a scale of the weight, are exact; they are added in float32 in the order of channels. So bits are the same on every machine that has fused
+// multiply-adds.
+//
+// To bfloat16, for weights in bfloat16: each output is one chain of fused multiply-adds over pairs of channels in order, in a pair the odd one first.
 
 #pragma once
 
@@ -27,5 +31,20 @@ struct RoundedRows {
 // As product() does, of blocks [first, last) of a segment whose first output is number `from` of the weight, and whose codes are integers.
 void rounded_product(const Segment& segment, const char* weight, int64_t from, int64_t first, int64_t last, const RoundedRows& x, int64_t rows,
                      const Finish& finish);
+
+// Rows of activations in bfloat16, two channels to a word; an odd number of channels ends with a zero.
+struct PairedRows {
+  int64_t pairs;
+  std::vector<bfloat> values;
+
+  void round(const float* x, int64_t stride, int64_t rows, int64_t channels);
+};
+
+// As rounded_product(), of a segment in bfloat16.
+void paired_product(const Segment& segment, const char* weight, int64_t from, int64_t first, int64_t last, const PairedRows& x, int64_t rows,
+                    const Finish& finish);
+
+// The weights of one output of such a segment, as float32.
+void take_paired(const char* weight, int64_t channels, int64_t output, float* to);
 
 }  // namespace graphspec

@@ -28,13 +28,13 @@ class Product:
         weight: float32, or segments as :func:`pack_segments` takes them, of which all but the last have a multiple of :data:`BLOCK` rows.
         bias: float32 ``[out]``.
         stored: the dtype that numbers are stored in, as :func:`pack_linear` takes it.
-        rounded: products round activations to 8 bits, as :func:`pack_segments` takes it.
+        activations: what products round them to, as :func:`pack_segments` takes it.
     """
 
     weight: Tensor | Sequence[Packed | Tensor]
     bias: Tensor | None = None
     stored: torch.dtype | None = None
-    rounded: bool = False
+    activations: str = "full"
 
     @property
     def segments(self) -> Sequence[Packed | Tensor]:
@@ -121,7 +121,10 @@ class _Blob:
 
     def product(self, product: Product) -> tuple[int, int, int]:
         weight, stored = product.weight, product.stored
-        packed = pack_linear(weight, stored) if isinstance(weight, Tensor) else pack_segments(weight, stored, product.rounded)
+        if isinstance(weight, Tensor) and product.activations == "full":
+            packed = pack_linear(weight, stored)
+        else:
+            packed = pack_segments(product.segments, stored, product.activations)
         return self.add(packed), code_of(packed), self.add(product.bias)
 
 
@@ -144,8 +147,8 @@ def _interleaved(product: Product) -> Product:
     if isinstance(weight, Packed):
         by_row = {name: tensor for name, tensor in weight.tensors.items() if name != "group_of"}
         weight = weight.with_tensors({name: blocks(as_bytes(tensor)).view(tensor.dtype) for name, tensor in by_row.items()})
-        return Product((weight,), None if product.bias is None else blocks(product.bias), rounded=product.rounded)
-    return Product(blocks(weight), None if product.bias is None else blocks(product.bias), product.stored)
+        return Product((weight,), None if product.bias is None else blocks(product.bias), activations=product.activations)
+    return Product(blocks(weight), None if product.bias is None else blocks(product.bias), product.stored, product.activations)
 
 
 def pack_stack(shape: StackShape, layers: Sequence[Layer], final_norm: Tensor | None, last_tap: int | None = None) -> tuple[Tensor, Tensor]:
