@@ -1,10 +1,10 @@
 """Native products of a few rows next to the plainest loops over the same weights.
 
 ``python -m perf.product_floor`` times the products of one pass of SmolLM2-135M at 1 and at 5 rows, in Q4_1 with a head in Q8_0, in Q8_0
-and in bfloat16, with activations in float32, and rounded as ``kernels.activations`` can: by the engine's native op, and by loops that
-know one format and no odd shape (``product_floor.cpp``). Weights are random; those of all layers are one matrix, so calls and hand-overs between threads, of which the
-engine's decoder op has few, hardly count. The sides take turns; a figure is the median over rounds of the ratio of their best times. The
-processor needs AVX-512.
+and in bfloat16, with activations in float32 and rounded as ``kernels.activations`` can: by the engine's native op, and by loops that know
+one format and no odd shape (``product_floor.cpp``). Weights are random; those of all layers are one matrix, so calls and hand-overs
+between threads, of which the engine's decoder op has few, hardly count. The sides take turns; a figure is the median over rounds of the
+ratio of their best times. The processor needs AVX-512.
 """
 
 from __future__ import annotations
