@@ -36,7 +36,7 @@ from ..graphs.programs import Key
 from ..graphs.ranks import FollowingCycle, LeadingCycle
 from ..host.progress import Display, Progress, display_of
 from ..models.layers import join_ranks, use_kernels
-from ..models.stack import ROUNDED, pack_network, round_activations, round_weights, uses_packed_weights
+from ..models.stack import pack_network, round_networks, round_weights, uses_packed_weights
 from ..models.target import load_target, read_target_facts
 from ..models.token_map import apply_token_map, load_token_map
 from ..plan.buffers import DTYPES
@@ -205,14 +205,10 @@ class LLM:
             for network in networks.values():
                 join_ranks(network, comm)
         native = uses_packed_weights(plan)
-        rounded: dict[str, str] = {}
-        if plan.activations != "full":
-            rounded["target"] = round_activations(target, {plan.activations})
-            if not rounded["target"]:
-                expected = f"full, unless the target has weights {WEIGHTS_FOR[plan.activations]}"
-                raise ConfigError("kernels.activations", expected, plan.activations)
-        if draft is not None and native and plan.draft_activations == "auto":
-            rounded["draft"] = round_activations(draft, ROUNDED, target)
+        rounded = round_networks(target, draft, plan)
+        if plan.activations != "full" and not rounded["target"]:
+            expected = f"full, unless the target has weights {WEIGHTS_FOR[plan.activations]}"
+            raise ConfigError("kernels.activations", expected, plan.activations)
         self.decoders: dict[str, str] = {}
         """How the decoder layers of target and draft run, in words."""
         for name, network in networks.items():

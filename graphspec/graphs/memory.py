@@ -19,7 +19,7 @@ from ..config.schema import Config
 from ..errors import ConfigError, spell_bytes
 from ..kernels import resolve
 from ..kernels.recurrent.state_runs import BLOCK
-from ..models.stack import pack_network, round_weights, uses_packed_weights
+from ..models.stack import pack_network, round_networks, round_weights, uses_packed_weights
 from ..models.target import load_target
 from ..models.token_map import apply_token_map, load_token_map
 from ..plan.buffers import DTYPES, RECURRENT_SLOTS, declare_slots, plan_sizes
@@ -245,6 +245,7 @@ def parameter_bytes(plan: Plan, token_map: str | None = None) -> tuple[int, int]
     for network in networks:
         round_weights(network, plan)
     if uses_packed_weights(plan):
+        round_networks(target, draft, plan)
         for network in networks:
             pack_network(network, plan)
     held, *others = (_tensors(network) for network in networks)

@@ -104,15 +104,10 @@ class Linear(KernelModule):
         """Replace the weight by its packed form, for the native kernel. float32 on the CPU only."""
         if self.weight is None:
             return
-        from ..kernels.native import multiply_packed, pack_linear, pack_segments
+        from ..kernels.native import multiply_packed, pack_linear
 
         weight = self.weight
-        if isinstance(weight, PackedWeight):
-            self.packed = weight.pack()
-        elif self.activations == "full":
-            self.packed = pack_linear(weight, self.stored)
-        else:
-            self.packed = pack_segments([weight], self.stored, self.activations)
+        self.packed = weight.pack() if isinstance(weight, PackedWeight) else pack_linear(weight, self.stored, self.activations)
         self._multiply_packed = multiply_packed
         self.weight = None
 

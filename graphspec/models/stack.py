@@ -285,6 +285,14 @@ def round_activations(network: nn.Module, to: Collection[str], shared: nn.Module
     return ", ".join(f"activations {ROUNDED[kind]} in {count} of {total} products" for kind, count in counts.items())
 
 
+def round_networks(target: nn.Module, draft: nn.Module | None, plan: Plan) -> dict[str, str]:
+    """:func:`round_activations` of target and draft as the plan has it: in how many products, in words."""
+    rounded = {"target": "" if plan.activations == "full" else round_activations(target, {plan.activations})}
+    if draft is not None and plan.draft_activations == "auto" and uses_packed_weights(plan):
+        rounded["draft"] = round_activations(draft, ROUNDED, target)
+    return rounded
+
+
 def uses_packed_weights(plan: Plan) -> bool:
     """Whether the linear layers of an engine with this plan are native, with packed weights."""
     return resolve("kernels.linear", plan.linear, plan.kernels, plan.device, plan.dtype) == "native"

@@ -98,7 +98,8 @@ def test_packed_weights_take_what_the_checkpoint_has_them_in(stored: torch.dtype
         noisy = {name: (t + torch.rand(t.shape) / 64).to(stored) if t.is_floating_point() else t for name, t in tensors.items()}
         save_file(noisy, file)
     llm = pair.llm(**CHAIN, runtime="compiled")
-    assert set(llm.decoders.values()) == {"one native op per pass"}
+    whole, draft_rounds = "one native op per pass", ", activations in bfloat16 in 6 of 6 products" if stored is torch.bfloat16 else ""
+    assert llm.decoders == {"target": whole, "draft": whole + draft_rounds}
     assert (size(llm.memory, "target weights"), size(llm.memory, "draft weights")) == parameter_bytes(llm.plan)
     target, draft = llm.cycle.target, llm.cycle.draft
     assert parameter_bytes(llm.plan)[0] == held(target)  # type: ignore[arg-type]

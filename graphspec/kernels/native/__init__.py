@@ -258,7 +258,7 @@ def _narrowest(*tensors: Tensor, stored: torch.dtype | None = None) -> torch.dty
     return torch.float32
 
 
-def pack_linear(weight: Tensor, stored: torch.dtype | None = None) -> Tensor:
+def pack_linear(weight: Tensor, stored: torch.dtype | None = None, activations: str = "full") -> Tensor:
     """``[ceil(out / 32), in, 32]`` from a float32 weight ``[out, in]``; the last block is padded with zeros.
 
     Where every value is a bfloat16, or every value a float16, the result is of that dtype: half the bytes, the same products to the bit. In
@@ -267,11 +267,14 @@ def pack_linear(weight: Tensor, stored: torch.dtype | None = None) -> Tensor:
     Args:
         weight: float32 ``[out, in]``.
         stored: for weights on the device ``meta``, which have no values: the 16-bit dtype of the checkpoint, None: a wider one.
+        activations: others than full: the result is that of :func:`pack_segments`.
 
     Raises:
         ConfigError: another dtype.
     """
     require("weight", weight, torch.float32)
+    if activations != "full":
+        return pack_segments([weight], stored, activations)
     weight = weight.detach()
     blocks = _blocks(weight.to(_narrowest(weight, stored=stored))).transpose(1, 2)
     if blocks.dtype is torch.bfloat16:

@@ -37,7 +37,7 @@ inline f16 dot2(f16 sum, n16 w, uint32_t x) {
 
 // out[ROWS][HALVES * 16], row stride WIDE.
 template <int ROWS>
-[[gnu::noinline]] void tile(const char* weight, const bfloat* x, int64_t pairs, float* out, int64_t ahead) {
+[[gnu::noinline]] void tile(const char* weight, const uint16_t* x, int64_t pairs, float* out, int64_t ahead) {
   f16 sum[ROWS][HALVES];
   for (auto& row : sum)
     for (auto& s : row) s = splat16(0.0f);
@@ -58,7 +58,7 @@ template <int ROWS>
     for (int half = 0; half < HALVES; ++half) store16(out + r * WIDE + half * HALF_BLOCK, sum[r][half]);
 }
 
-void rows_product(const char* weight, const bfloat* x, int64_t pairs, int rows, float* out, int64_t ahead) {
+void rows_product(const char* weight, const uint16_t* x, int64_t pairs, int rows, float* out, int64_t ahead) {
   switch (rows) {
     case 1: return tile<1>(weight, x, pairs, out, ahead);
     case 2: return tile<2>(weight, x, pairs, out, ahead);
@@ -80,9 +80,13 @@ void PairedRows::round(const float* x, int64_t stride, int64_t rows, int64_t cha
   if (static_cast<int64_t>(values.size()) < 2 * rows * pairs) values.resize(2 * rows * pairs);
   for (int64_t row = 0; row < rows; ++row) {
     const float* from = x + row * stride;
-    bfloat* to = values.data() + 2 * row * pairs;
-    for (int64_t k = 0; k < channels; ++k) narrow(from[k], to[k]);
-    if (channels % 2 == 1) to[channels] = {0};
+    uint16_t* to = values.data() + 2 * row * pairs;
+    for (int64_t k = 0; k < channels; ++k) {
+      bfloat rounded;
+      narrow(from[k], rounded);
+      to[k] = rounded.bits;
+    }
+    if (channels % 2 == 1) to[channels] = 0;
   }
 }
 
@@ -97,7 +101,7 @@ void paired_product(const Segment& segment, const char* weight, int64_t from, in
     for (int64_t t = 0; t < tiles; ++t) {
       const int64_t row = rows * t / tiles;
       const int count = static_cast<int>(rows * (t + 1) / tiles - row);
-      const bfloat* some = x.values.data() + 2 * row * x.pairs;
+      const uint16_t* some = x.values.data() + 2 * row * x.pairs;
       for (int half = 0; half < 2 * blocks; half += HALVES) {
         const char* at_half = weight + (block + half / 2) * x.pairs * STEP + half % 2 * (STEP / 2);
         rows_product(at_half, some, x.pairs, count, values + half * HALF_BLOCK, t == 0 ? AHEAD : 0);

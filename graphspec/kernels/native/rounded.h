@@ -35,7 +35,7 @@ void rounded_product(const Segment& segment, const char* weight, int64_t from, i
 // Rows of activations in bfloat16, two channels to a word; an odd number of channels ends with a zero.
 struct PairedRows {
   int64_t pairs;
-  std::vector<bfloat> values;
+  std::vector<uint16_t> values;
 
   void round(const float* x, int64_t stride, int64_t rows, int64_t channels);
 };

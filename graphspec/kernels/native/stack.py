@@ -120,11 +120,8 @@ class _Blob:
         return offset
 
     def product(self, product: Product) -> tuple[int, int, int]:
-        weight, stored = product.weight, product.stored
-        if isinstance(weight, Tensor) and product.activations == "full":
-            packed = pack_linear(weight, stored)
-        else:
-            packed = pack_segments(product.segments, stored, product.activations)
+        pack = pack_linear if isinstance(product.weight, Tensor) else pack_segments
+        packed = pack(product.weight, product.stored, product.activations)  # type: ignore[arg-type]
         return self.add(packed), code_of(packed), self.add(product.bias)
 
 
