@@ -2,7 +2,7 @@
 
 An engine with ``kernels.activations=full`` answers the prompts of ``perf/prompts/chat.jsonl`` greedily. It and one that rounds then read
 the answers and paragraphs of the documentation. What is reported: nats per token of either text under both, and how many tokens of the
-answers are also the most likely ones with ``int8``, each after the same tokens.
+answers are also the most likely ones with rounded activations, each after the same tokens.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         llm.close()
     file = result_file(args.out, "activations")
-    settings = {key: value for key, value in vars(args).items() if key != "out"}
+    settings = {key: value for key, value in vars(args).items() if key != "out"} | {"model": Path(args.model).name}
     write_jsonl(file, [provenance(), {"kind": "settings", **settings}, *records])
     print(within_repository(file))
     return 0

@@ -20,7 +20,6 @@ constexpr int TILE = 4, HALVES = 1;
 #endif
 constexpr int WIDE = GROUP * BLOCK;
 constexpr int64_t STEP = 4 * BLOCK;  // bytes of a pair
-constexpr int64_t AHEAD = 2048;      // bytes
 
 inline f16 dot2(f16 sum, n16 w, uint32_t x) {
 #ifdef __AVX512BF16__
@@ -92,23 +91,12 @@ void PairedRows::round(const float* x, int64_t stride, int64_t rows, int64_t cha
 
 void paired_product(const Segment& segment, const char* weight, int64_t from, int64_t first, int64_t last, const PairedRows& x, int64_t rows,
                     const Finish& finish) {
-  const int64_t tiles = (rows + TILE - 1) / TILE;
-  alignas(64) float values[TILE * WIDE];
-  for (int64_t block = first; block < last; block += GROUP) {
-    const int blocks = static_cast<int>(std::min<int64_t>(GROUP, last - block));
-    const int64_t at = block * BLOCK, width = std::min<int64_t>(blocks * BLOCK, segment.outputs - at);
-    // Tiles of nearly equal size: each reads the weights once.
-    for (int64_t t = 0; t < tiles; ++t) {
-      const int64_t row = rows * t / tiles;
-      const int count = static_cast<int>(rows * (t + 1) / tiles - row);
-      const uint16_t* some = x.values.data() + 2 * row * x.pairs;
-      for (int half = 0; half < 2 * blocks; half += HALVES) {
-        const char* at_half = weight + (block + half / 2) * x.pairs * STEP + half % 2 * (STEP / 2);
-        rows_product(at_half, some, x.pairs, count, values + half * HALF_BLOCK, t == 0 ? AHEAD : 0);
-      }
-      finish(row, count, from + at, width, values);
+  in_tiles<TILE>(segment, from, first, last, rows, finish, [&](int64_t block, int blocks, int64_t row, int count, float* out, int64_t ahead) {
+    for (int half = 0; half < 2 * blocks; half += HALVES) {
+      const char* begin = weight + (block + half / 2) * x.pairs * STEP + half % 2 * (STEP / 2);
+      rows_product(begin, x.values.data() + 2 * row * x.pairs, x.pairs, count, out + half * HALF_BLOCK, ahead);
     }
-  }
+  });
 }
 
 void take_paired(const char* weight, int64_t channels, int64_t output, float* to) {

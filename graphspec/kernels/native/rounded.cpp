@@ -17,7 +17,6 @@ constexpr int TILE = 8;
 constexpr int TILE = 2;
 #endif
 constexpr int WIDE = GROUP * BLOCK;
-constexpr int64_t AHEAD = 2048;  // bytes
 
 // 32 channels as integers from -127 to 127, to the nearest, of two equally near to the even one, and the sum of each half. Returns the scale.
 float round32(const float* x, int8_t* to, int32_t* sums) {
@@ -133,20 +132,9 @@ template <class C, Offset OFFSET, int RUN>
 void product_of(const Segment& segment, const char* weight, int64_t from, int64_t first, int64_t last, const RoundedRows& x, int64_t rows,
                 const Finish& finish) {
   const Format f(segment, x.channels, C::STEP, OFFSET == NONE ? 1 : 2);
-  const int64_t tiles = (rows + TILE - 1) / TILE;
-  alignas(64) float values[TILE * WIDE];
-  for (int64_t block = first; block < last; block += GROUP) {
-    const int blocks = static_cast<int>(std::min<int64_t>(GROUP, last - block));
-    const int64_t at = block * BLOCK, width = std::min<int64_t>(blocks * BLOCK, segment.outputs - at);
-    // Tiles of nearly equal size: each reads the weights once.
-    for (int64_t t = 0; t < tiles; ++t) {
-      const int64_t row = rows * t / tiles;
-      const int count = static_cast<int>(rows * (t + 1) / tiles - row);
-      for (int b = 0; b < blocks; ++b)
-        block_product<C, OFFSET, RUN>(f, weight + (block + b) * f.block_bytes, x, row, count, values + b * BLOCK, t == 0 ? AHEAD : 0);
-      finish(row, count, from + at, width, values);
-    }
-  }
+  in_tiles<TILE>(segment, from, first, last, rows, finish, [&](int64_t block, int blocks, int64_t row, int count, float* out, int64_t ahead) {
+    for (int b = 0; b < blocks; ++b) block_product<C, OFFSET, RUN>(f, weight + (block + b) * f.block_bytes, x, row, count, out + b * BLOCK, ahead);
+  });
 }
 
 template <class C, Offset OFFSET, class... Rest>

@@ -28,6 +28,26 @@ struct RoundedRows {
   void round(const float* x, int64_t stride, int64_t rows, int64_t channels);
 };
 
+// Hands over blocks [first, last) of a segment whose first output is number `from` of the weight, GROUP at a time, in tiles of at most TILE rows of nearly
+// equal size: each reads the weights once. multiply(block, blocks, row, count, out, ahead) writes a tile, with a row stride of GROUP * BLOCK; `ahead`: bytes
+// from a weight to the one that is fetched meanwhile.
+template <int TILE, class F>
+void in_tiles(const Segment& segment, int64_t from, int64_t first, int64_t last, int64_t rows, const Finish& finish, F multiply) {
+  constexpr int64_t AHEAD = 2048;
+  const int64_t tiles = (rows + TILE - 1) / TILE;
+  alignas(64) float values[TILE * GROUP * BLOCK];
+  for (int64_t block = first; block < last; block += GROUP) {
+    const int blocks = static_cast<int>(std::min<int64_t>(GROUP, last - block));
+    const int64_t at = block * BLOCK, width = std::min<int64_t>(blocks * BLOCK, segment.outputs - at);
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int64_t row = rows * t / tiles;
+      const int count = static_cast<int>(rows * (t + 1) / tiles - row);
+      multiply(block, blocks, row, count, values, t == 0 ? AHEAD : 0);
+      finish(row, count, from + at, width, values);
+    }
+  }
+}
+
 // As product() does, of blocks [first, last) of a segment whose first output is number `from` of the weight, and whose codes are integers.
 void rounded_product(const Segment& segment, const char* weight, int64_t from, int64_t first, int64_t last, const RoundedRows& x, int64_t rows,
                      const Finish& finish);
