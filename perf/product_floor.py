@@ -22,7 +22,7 @@ import torch
 from graphspec.errors import ResourceError
 from graphspec.host.native_build import cpu_flags, find_compiler
 from graphspec.kernels.linear.packed import Packed
-from graphspec.kernels.native import multiply_packed, pack_codes, pack_linear, pack_segments
+from graphspec.kernels.native import multiply_packed, pack_codes, pack_linear
 from graphspec.lab.measure.provenance import provenance, result_file, write_jsonl
 
 GROUP = 32
@@ -40,8 +40,7 @@ SMOLLM2 = [(960 * LAYERS, 576), (576 * LAYERS, 576), (3072 * LAYERS, 576), (576 
 def random_weight(name: str, outputs: int, channels: int, activations: str) -> torch.Tensor:
     """A weight of a format of :data:`FORMATS`, as native products read it that have these activations."""
     if name == "bf16":
-        numbers = torch.randn(outputs, channels).bfloat16().float()
-        return pack_linear(numbers) if activations == "full" else pack_segments([numbers], activations=activations)
+        return pack_linear(torch.randn(outputs, channels).bfloat16().float(), activations=activations)
     groups = (outputs, channels // GROUP)
     scales = (torch.rand(groups) / 16).half()
     if name == "q8_0":

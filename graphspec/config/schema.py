@@ -245,8 +245,8 @@ class KernelsConfig:
     activations rounded to 8 bits, 32 channels to a scale; bfloat16: with weights in bfloat16, activations rounded to bfloat16. The latter
     are faster and change the output a little, with and without drafts alike. Native linear layers on a CPU only (docs/numerics.md)."""
     draft_activations: str = "auto"
-    """The same for the draft's weights, which changes drafts and never the output. auto: rounded wherever a native product can, to 8 bits
-    or to bfloat16; full: as above."""
+    """The same for the draft's weights: other drafts, the same output; under acceptance rules that read draft probabilities the same
+    distribution. auto: rounded wherever a native product can, to 8 bits or to bfloat16; full: as above."""
     programmatic_launch: bool | None = None
     """Programmatic dependent launch: a fused kernel starts while the previous one drains. null: if its probe has passed on this machine
     (docs/kernels.md)."""
