@@ -145,10 +145,10 @@ def select_kernels(
             name = chosen["linear" if op.name in LINEAR_OPS else "attention"]
             # What FlashInfer doesn't serve runs fused.
             name = mode if name == "flashinfer" else name
-            if name == "fused" and numerics == "batch_invariant" and "by_position" in op.names:
-                name = "by_position"
         else:
             name = "native" if whole else mode
+        if name == "fused":
+            name = op.fused_name(numerics)
         return op.implementation(name if name in op.names else "reference")
 
     ops: dict[str, Any] = {op.name: implementation(op) for op in OPS}

@@ -198,15 +198,16 @@ class KernelOp:
         name: empty: the reference's.
         native: module of :mod:`graphspec.kernels` that has a function of the op's name; None: the CPU has no native kernel.
         fused: ``file:attribute`` of the operator in the folder ``fused`` next to the reference; empty: ``OP`` in the file of the op's name.
-        by_position: the same of the operator that ``batch_invariant`` numerics have in its place; empty: the same one.
+            None: a fused cycle runs the reference, which the compiler fuses with what is around it.
+        invariant: the same of the operator that ``batch_invariant`` numerics have in its place; empty: the same one.
         exact: implementations agree bit for bit; otherwise it is a float op, which is compared with an fp64 oracle.
     """
 
     reference: Callable[..., Any]
     name: str = ""
     native: str | None = None
-    fused: str = ""
-    by_position: str = ""
+    fused: str | None = ""
+    invariant: str = ""
     exact: bool = True
 
     def __post_init__(self) -> None:
@@ -217,8 +218,9 @@ class KernelOp:
         """``"module:attribute"`` by name, without the reference."""
         package, topic = __name__.rpartition(".")[0], self.reference.__module__.rpartition(".")[0]
         native = {} if self.native is None else {"native": f"{package}.{self.native}:{self.name}"}
-        by_position = {"by_position": f"{topic}.fused.{self.by_position}"} if self.by_position else {}
-        return native | {"fused": f"{topic}.fused.{self.fused or f'{self.name}:OP'}"} | by_position
+        fused = {} if self.fused is None else {"fused": f"{topic}.fused.{self.fused or f'{self.name}:OP'}"}
+        invariant = {"invariant": f"{topic}.fused.{self.invariant}"} if self.invariant else {}
+        return native | fused | invariant
 
     @property
     def contract(self) -> str:
@@ -239,6 +241,12 @@ class KernelOp:
     def names(self) -> tuple[str, ...]:
         """Names of all implementations, the reference first."""
         return ("reference", *self.implementations)
+
+    def fused_name(self, numerics: str) -> str:
+        """Name of the implementation that a fused cycle runs under these numerics."""
+        if numerics == "batch_invariant" and "invariant" in self.implementations:
+            return "invariant"
+        return "fused" if "fused" in self.implementations else "reference"
 
     def implementation(self, name: str) -> Callable[..., Any]:
         """The callable of one implementation.
@@ -286,7 +294,7 @@ class KernelOp:
 
 
 def kernel_op(
-    *, name: str = "", native: str | None = None, fused: str = "", by_position: str = "", exact: bool = True
+    *, name: str = "", native: str | None = None, fused: str | None = "", invariant: str = "", exact: bool = True
 ) -> Callable[[_F], _F]:
     """Declare that a function is the reference of an op; :class:`KernelOp` says what the arguments mean.
 
@@ -294,7 +302,7 @@ def kernel_op(
     """
 
     def declare(reference: _F) -> _F:
-        vars(reference)["kernel_op"] = KernelOp(reference, name, native, fused, by_position, exact)
+        vars(reference)["kernel_op"] = KernelOp(reference, name, native, fused, invariant, exact)
         return reference
 
     return declare

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..kernels.formulas import rms_norm
 from ..kernels.linear.linear import Hidden, finish, hidden_of
 from ..kernels.linear.moe_mlp import moe_mlp
 from ..kernels.linear.moe_route import moe_route
 from ..kernels.linear.packed_moe_mlp import packed_moe_mlp
-from .layers import KernelModule, Linear, ParameterShards, RMSNorm, ShardedModule, make_parameter
+from .layers import KernelModule, Linear, ParameterShards, RMSNorm, ShardedModule, UnscaledNorm, make_parameter
 from .mlp import dense_mlp
 from .packed_weight import PackedWeight
 
@@ -154,10 +153,10 @@ class ScaledMixture(MixtureOfExperts):
         super().__init__(facts)
         self.router_scale_H = make_parameter(facts.hidden_size)
         self.expert_scale_E = make_parameter(self.experts.num_experts)
-        self.eps, self.factor = facts.rms_norm_eps, facts.hidden_size**-0.5
+        self.router_norm, self.factor = UnscaledNorm(facts.rms_norm_eps), facts.hidden_size**-0.5
 
     def choose(self, stream_BTH: Hidden, x_BTH: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        read_BTH = rms_norm(hidden_of(stream_BTH), None, self.eps) * self.router_scale_H * self.factor
+        read_BTH = self.router_norm(stream_BTH) * self.router_scale_H * self.factor
         index_TK, weight_TK = super().choose(stream_BTH, read_BTH, valid)
         return index_TK, weight_TK * self.expert_scale_E[index_TK.clamp(min=0)].float()
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.formulas import Rotation, rms_norm
+from ..kernels.formulas import Rotation
 from ..kernels.linear.linear import Hidden
 from .layers import Linear, RMSNorm, row_parallel_linear
 from .recurrent_net import RecurrentNet
@@ -76,6 +76,6 @@ class GatedDeltaNet(RecurrentNet):
         decay_BTH = -self.A_log.exp() * F.softplus(decay_BTH.float() + self.dt_bias)
         gates_BTG = torch.cat((decay_BTH, torch.sigmoid(rate_BTH).float()), -1)
         out_BTHV = self.mix(attention, input_BTE, gates_BTG, None)
-        normed_BTHV = rms_norm(out_BTHV, self.norm.weight, self.norm.eps)
+        normed_BTHV = self.norm(out_BTHV)
         gated_BTHV = normed_BTHV * F.silu(gate_BTE.unflatten(-1, out_BTHV.shape[2:]).float())
         return gated_BTHV.to(input_BTE.dtype).flatten(2)

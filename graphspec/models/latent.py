@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
+from ..kernels.linear.head_product import head_product
 from ..kernels.linear.linear import Hidden
 from .attention import LatentTransform
-from .layers import Linear, ParameterShards, RMSNorm, TokenMixer, grown, make_parameter, query_growth, row_parallel_linear
+from .layers import KernelModule, Linear, ParameterShards, RMSNorm, make_parameter, row_parallel_linear
+from .self_attention import TokenMixer, grown, query_growth
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..facts import ModelFacts
     from ..kernels.formulas import Rotation
+    from ..kernels.registry import KernelSet
     from .attention import Attention
 
 
-class LatentAttention(TokenMixer):
+class LatentAttention(TokenMixer, KernelModule):
     """Projections around an attention over one latent row per token that all heads share.
 
     Keys and values of a head are the row times its ``W_UK`` and ``W_UV``. Here ``W_UK`` is multiplied into the query and ``W_UV`` applied
@@ -50,6 +54,7 @@ class LatentAttention(TokenMixer):
         # Per head the rows of W_UK, then those of W_UV, as the checkpoint has them.
         self.kv_b_QDL = make_parameter(heads, latent.nope_dim + latent.value_dim, latent.rank)
         self.o_proj = row_parallel_linear(facts.sharding, heads * latent.value_dim, facts.hidden_size, bias=facts.output_bias)
+        self.head_product: Callable[[Tensor, Tensor], Tensor] = head_product
         self.shards: dict[str, ParameterShards] = {}
         if facts.sharding.sharded:
             # Compressed queries and the latent row are every rank's.
@@ -63,10 +68,12 @@ class LatentAttention(TokenMixer):
             growth_BT11 = grown(attention.position_BT, *self.query_growth).to(nope_BTQN.dtype)
             nope_BTQN, rope_BTQR = nope_BTQN * growth_BT11, rope_BTQR * growth_BT11
         key_QNL, value_QVL = self.kv_b_QDL.split((facts.nope_dim, facts.value_dim), dim=1)
-        query_BTQL = torch.einsum("btqn,qnl->btql", nope_BTQN, key_QNL)
+        query_BTQL = self.head_product(nope_BTQN, key_QNL)
         mixed_BTQL = attention.latent(self.layer, query_BTQL, rope_BTQR, latent_BTE, self._transform(rotation), facts.scale)
-        out_BTQV = torch.einsum("btql,qvl->btqv", mixed_BTQL, value_QVL)
-        return out_BTQV.flatten(2)
+        return self.head_product(mixed_BTQL, value_QVL.transpose(1, 2)).flatten(2)
+
+    def use_kernels(self, kernels: KernelSet) -> None:
+        self.head_product = kernels.head_product
 
     def write_kv(self, x_BTH: Hidden, rotation: Rotation, attention: Attention, norm: RMSNorm | None = None) -> None:
         """The KV write of a call, without its result."""

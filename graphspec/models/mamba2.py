@@ -57,15 +57,15 @@ class Mamba2(RecurrentNet, ShardedModule):
             # Each group of heads that share B and C is normed by itself.
             groups = self.recurrent.key_heads
             gated_BTGE = gated_BTE.unflatten(-1, (groups, -1))
-            mean_BTG1 = self._mean_square(gated_BTGE) if self.sharded else None
+            mean_BTG1 = self._mean_square(gated_BTGE, self.norm) if self.sharded else self.norm.mean_square(gated_BTGE)
             weight_GE = self.norm.weight.float().view(groups, -1)
             gated_BTE = rms_norm(gated_BTGE, weight_GE, self.norm.eps, mean_square=mean_BTG1).flatten(2)
         return gated_BTE.to(input_BTE.dtype)
 
-    def _mean_square(self, gated_BTGE: Tensor) -> Tensor:
+    def _mean_square(self, gated_BTGE: Tensor, norm: RMSNorm) -> Tensor:
         """``[B, T, G, 1]``: for each of this rank's runs of heads, of its whole group, whose other heads other ranks may have."""
         own = self.recurrent.sharding
-        runs_BTR = self.comm.all_gather(gated_BTGE.pow(2).sum(-1))
+        runs_BTR = self.comm.all_gather(norm.sum_squares(gated_BTGE)[..., 0])
         group_BTG1 = runs_BTR.unflatten(-1, (-1, own.copies)).sum(-1, keepdim=True) / (own.copies * gated_BTGE.shape[-1])
         begin = own.rank * len(own.key_heads)
         return group_BTG1.expand(-1, -1, -1, own.copies).flatten(2)[..., begin : begin + len(own.key_heads), None]

@@ -12,10 +12,11 @@ from ..kernels import resolve
 from ..kernels.linear.packed import Packed
 from ..plan.buffers import DTYPES
 from .experts import MixtureOfExperts
-from .layers import Embedding, Linear, RMSNorm, SelfAttention
+from .layers import Embedding, Linear, RMSNorm
 from .mlp import MLP, GeluMLP
 from .packed_weight import PackedWeight
 from .recurrent_net import RecurrentNet
+from .self_attention import SelfAttention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -55,7 +56,7 @@ def packing_obstacle(layers: Sequence[PlainLayer]) -> str | None:
         return "inputs of each layer's own"
     if len({cast("SelfAttention", layer.self_attn).head_dim for layer in layers}) > 1:
         return "heads of several widths"
-    if any(cast("SelfAttention", layer.self_attn).value_eps is not None for layer in layers):
+    if any(cast("SelfAttention", layer.self_attn).value_norm is not None for layer in layers):
         return "norms of values"
     if any(getattr(layer, "residual_scale", 1) != 1 for layer in layers):
         return "a multiplier of what blocks add"

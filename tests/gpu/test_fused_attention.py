@@ -94,7 +94,7 @@ def test_by_position_a_node_of_a_tree_has_the_bits_of_plain_decoding(
 ) -> None:
     """Each node's ancestors are a random half of those before it; alone, their keys are in the slots of their positions."""
     op, tree = op_of("tree_attention"), tree_case([end], tokens, queries=queries, groups=groups, dim=dim, dtype=dtype)
-    together = op.implementation("by_position")(**tree)
+    together = op.implementation("invariant")(**tree)
     table, words = tree["table_BP"][0].tolist(), tree["ancestors_BTX"][0].tolist()
     for token in range(0, tokens, 5):
         path = [j for j in range(tokens) if words[token][j // 64] >> (j % 64) & 1]
@@ -105,7 +105,7 @@ def test_by_position_a_node_of_a_tree_has_the_bits_of_plain_decoding(
         alone = {**tree, "kv_pool": pool, "query_BTQD": tree["query_BTQD"][:, token : token + 1]}
         alone |= {"prefix_end_B": tree["prefix_end_B"] + len(path) - 1, "prefix_begin_BT": tree["prefix_begin_BT"][:, :1]}
         alone["ancestors_BTX"] = torch.ones_like(tree["ancestors_BTX"][:, :1, :1])
-        assert torch.equal(op.implementation("by_position")(**alone)[0, 0], together[0, token])
+        assert torch.equal(op.implementation("invariant")(**alone)[0, 0], together[0, token])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

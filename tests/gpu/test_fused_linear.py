@@ -14,8 +14,10 @@ from graphspec.kernels.linear.fused.linear import fused_linear, linear, linear_s
 from graphspec.kernels.linear.fused.linear_choice import LinearShape, LinearTable, candidates
 from graphspec.kernels.linear.fused.linear_tune import tune
 from graphspec.kernels.linear.fused.packed_linear import packed_linear
+from graphspec.kernels.linear.fused.sum_squares import sum_squares as fused_squares
 from graphspec.kernels.linear.linear import linear as reference
 from graphspec.kernels.linear.packed import dequantise
+from graphspec.kernels.linear.sum_squares import sum_squares
 from tests.kernels.cases import cases_of
 from tests.support.float_law import assert_float_law, widened
 
@@ -121,6 +123,16 @@ def test_squares_from_product_to_product(rows: int) -> None:
         assert torch.equal(sums, linear_summed(**before, config=config.encoded())[1])
         arguments = after | {"x": out}
         assert_law(linear(**arguments, squares=sums), arguments)
+
+
+@pytest.mark.references("sum_squares")
+@pytest.mark.parametrize("channels", [128, 3584, 8192])
+def test_sums_of_squares_have_the_bits_of_every_row_alone(channels: int) -> None:
+    x = torch.randn(1, 512, channels, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE).bfloat16()
+    whole = fused_squares(x)
+    assert_float_law(whole, sum_squares(x), sum_squares(x.double()), dtype=torch.float32)
+    for rows in (1, 2, 8, 64, 100):
+        assert torch.equal(fused_squares(x[:, :rows]), whole[:, :rows])
 
 
 def test_replayed_graph_gives_the_same_bits() -> None:

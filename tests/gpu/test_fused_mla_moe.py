@@ -14,9 +14,11 @@ from graphspec.kernels.attention.fused import latent_position_attention as by_po
 from graphspec.kernels.attention.latent_attention import latent_attention
 from graphspec.kernels.attention.latent_chunk_attention import latent_chunk_attention
 from graphspec.kernels.attention.latent_kv_write import latent_kv_write
+from graphspec.kernels.linear.fused import head_product as fused_head_product
 from graphspec.kernels.linear.fused import moe_mlp as fused_mlp
 from graphspec.kernels.linear.fused import moe_route as fused_route
 from graphspec.kernels.linear.fused import packed_moe_mlp as fused_packed_mlp
+from graphspec.kernels.linear.head_product import head_product
 from graphspec.kernels.linear.moe_mlp import moe_mlp
 from graphspec.kernels.linear.moe_route import moe_route
 from graphspec.kernels.linear.packed import Packed, dequantise
@@ -98,6 +100,21 @@ def test_by_position_latent_attention_has_the_bits_of_plain_decoding(end: int, t
         one |= {"prefix_end_B": case["prefix_end_B"][1:] + len(path) - 1}
         one["ancestors_BTX"] = torch.ones(1, 1, 1, dtype=torch.int64, device=DEVICE)
         assert torch.equal(by_position.OP(**one)[0, 0], together[token])
+
+
+@pytest.mark.references("head_product")
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("values", [False, True], ids=["queries", "values"])
+def test_the_products_around_latent_attention_have_the_bits_of_every_row_alone(values: bool, heads: int) -> None:
+    generator = torch.Generator(DEVICE).manual_seed(heads)
+    weight = torch.randn(heads, 256, 512, generator=generator, device=DEVICE).bfloat16() / 16
+    weight = weight[:, 128:].transpose(1, 2) if values else weight[:, :128]
+    x = torch.randn(1, 512, heads, weight.shape[1] + 64, generator=generator, device=DEVICE).bfloat16()[..., :-64]
+    case = {"x_BTQK": x, "weight_QKO": weight}
+    whole = fused_head_product.OP(**case)
+    assert_float_law(whole, head_product(**case), head_product(**widened(case)))
+    for rows in (1, 2, 8, 16, 17, 63, 64, 65, 100):
+        assert torch.equal(fused_head_product.OP(x[:, :rows], weight), whole[:, :rows])
 
 
 @pytest.mark.references("latent_chunk_attention")

@@ -25,10 +25,9 @@ from tests.support.fake_cuda import NoHostTraffic, load_cuda_guard
 from tests.support.float_law import assert_float_law, widened
 from tests.support.interpreter import interpreter_warnings
 
+FUSED = ("fused", "invariant")
 PAIRS = [
-    pytest.param(
-        op, name, id=f"{op.name}-{name}", marks=[pytest.mark.kernels, *interpreter_warnings(op)] if name in ("fused", "by_position") else []
-    )
+    pytest.param(op, name, id=f"{op.name}-{name}", marks=[pytest.mark.kernels, *interpreter_warnings(op)] if name in FUSED else [])
     for op in OPS
     for name in op.implementations
 ]
@@ -140,13 +139,13 @@ def test_a_call_with_wrong_arguments_is_refused() -> None:
             take_last.flatten(arguments, named)
 
 
-@pytest.mark.parametrize("op", [pytest.param(op, id=op.name) for op in OPS if "linear" not in op.name])
-def test_fakes_of_operators_are_the_results_of_the_reference(op: KernelOp) -> None:
+@pytest.mark.parametrize(("op", "name"), [param for param in PAIRS if param.values[1] in FUSED and "linear" not in param.values[0].name])
+def test_fakes_of_operators_are_the_results_of_the_reference(op: KernelOp, name: str) -> None:
     """A fused linear layer is no operator itself: it chooses one."""
     for case in cases(op):
         with FakeTensorMode() as mode:
             fake = {key: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for key, value in case.items()}
-            found, expected = op.call(op.implementation("fused"), fake), op.call(op.reference, fake)
+            found, expected = op.call(op.implementation(name), fake), op.call(op.reference, fake)
         if expected is None:
             assert found is None
             continue

@@ -14,7 +14,7 @@ def both_sides(latent_pool: Tensor) -> Tensor:
     return latent_pool.expand(-1, 2, -1, -1, -1, -1)
 
 
-@kernel_op(by_position="latent_position_attention:OP", exact=False)
+@kernel_op(invariant="latent_position_attention:OP", exact=False)
 def latent_attention(
     query_latent_BTQL: Tensor,
     query_rope_BTQR: Tensor,

@@ -54,7 +54,7 @@ def masked_attention(
     return out.reshape(lanes, tokens, heads, dim).to(query_BTQD.dtype)
 
 
-@kernel_op(native="native", by_position="position_attention:OP", exact=False)
+@kernel_op(native="native", invariant="position_attention:OP", exact=False)
 def tree_attention(
     query_BTQD: Tensor,
     kv_pool: Tensor,
@@ -97,7 +97,7 @@ def tree_attention(
     return masked_attention(query_BTQD, kv_pool, layer, table_BP, prefix_BTL | window_BTL, scale, sink_Q, softcap)
 
 
-@kernel_op(native="native", by_position="position_attention:CHUNK_OP", exact=False)
+@kernel_op(native="native", invariant="position_attention:CHUNK_OP", exact=False)
 def chunk_attention(
     query_BTQD: Tensor,
     kv_pool: Tensor,

@@ -271,8 +271,10 @@ STORED.register_fake(_copies)
 
 
 def launcher(op: KernelOp, numerics: str = "fast") -> Callable[..., Any]:
-    """The launcher of an op under these numerics: the function of the op's name in the file of its implementation."""
-    name = "by_position" if numerics == "batch_invariant" and "by_position" in op.names else "fused"
+    """The launcher of an op under these numerics: the function of the op's name in the file of its implementation, or its reference."""
+    name = op.fused_name(numerics)
+    if name == "reference":
+        return op.reference
     found: Callable[..., Any] = getattr(importlib.import_module(op.implementations[name].partition(":")[0]), op.name)
     return found
 

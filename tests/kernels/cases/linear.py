@@ -216,3 +216,29 @@ def packed_linear(generator: Generator) -> list[Case]:
         case((6,), 130, 20, "e4m3", 128, "bfloat16"),
         case((2,), 64, 8, "uint8", 32, "minimums"),
     ]
+
+
+def sum_squares(generator: Generator) -> list[Case]:
+    heads = randn(2, 3, 4 * 18, generator=generator)
+    return [
+        {"x": randn(5, 33, generator=generator)},
+        {"x": randn(2, 3, 70, generator=generator)},
+        {"x": heads[..., : 3 * 18].unflatten(-1, (3, 18))},
+        {"x": randn(1, 1, 4100, generator=generator)},
+        {"x": randn(2, 40, 3, generator=generator).transpose(1, 2)},
+    ]
+
+
+def head_product(generator: Generator) -> list[Case]:
+    def case(lanes: int, tokens: int, heads: int, inputs: int, outputs: int, dense: str) -> Case:
+        # Queries lie next to what is rotated.
+        x = randn(lanes, tokens, heads, inputs + 5, generator=generator)[..., :inputs]
+        weight = randn(heads, *((inputs, outputs) if dense == "outputs" else (outputs, inputs)), generator=generator) / inputs**0.5
+        return {"x_BTQK": x, "weight_QKO": weight if dense == "outputs" else weight.transpose(1, 2)}
+
+    return [
+        case(1, 1, 2, 8, 24, "outputs"),
+        case(2, 3, 3, 70, 33, "outputs"),
+        case(1, 5, 4, 40, 130, "inputs"),
+        case(3, 25, 2, 24, 10, "inputs"),
+    ]

@@ -132,5 +132,5 @@ def test_lanes_of_other_lengths_and_padding_change_nothing() -> None:
 
 
 def test_the_law_takes_these_kernels() -> None:
-    assert op_of("latent_attention").implementations["by_position"].endswith("latent_position_attention:OP")
-    assert op_of("latent_chunk_attention").implementations["by_position"].endswith("latent_position_attention:CHUNK_OP")
+    assert op_of("latent_attention").implementations["invariant"].endswith("latent_position_attention:OP")
+    assert op_of("latent_chunk_attention").implementations["invariant"].endswith("latent_position_attention:CHUNK_OP")

@@ -20,6 +20,13 @@ from tests.support.interpreter import interpreter_warnings
 
 ROOT = Path(__file__).resolve().parents[3]
 
+FUSED = [
+    pytest.param(op, name, id=f"{op.name}-{name}", marks=interpreter_warnings(op))
+    for op in OPS
+    for name in op.implementations
+    if name in ("fused", "invariant")
+]
+
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="watches the interpreter")
 
 
@@ -54,10 +61,10 @@ def test_a_conflict_of_stores_is_found() -> None:
     assert met(_there_and_back, BARRIER=True) == []
 
 
-@pytest.mark.parametrize("op", [pytest.param(op, id=op.name, marks=interpreter_warnings(op)) for op in OPS])
-def test_declared_stores_do_not_overlap(op: KernelOp) -> None:
+@pytest.mark.parametrize(("op", "name"), FUSED)
+def test_declared_stores_do_not_overlap(op: KernelOp, name: str) -> None:
     """In calls that launch a kernel with a declaration; the other kernels are checked in compiled form."""
-    function = op.implementation("fused")
+    function = op.implementation(name)
     for case in cases_of(op, torch.Generator().manual_seed(3)):
         with recording() as recorded:
             op.call(function, case)

@@ -21,7 +21,7 @@ from graphspec.kernels.linear.fused.packed_linear import packed_linear
 from graphspec.kernels.registry import op_of
 from tests.kernels.proof.aot import compiled_for_gpu, source_of
 from tests.kernels.proof.attention import latent_attention_case
-from tests.kernels.proof.linear import FORMATS, SHAPES, _linear_call, _linear_kv_write
+from tests.kernels.proof.linear import FORMATS, SHAPES, _linear_call, _linear_kv_write, head_product_case
 from tests.kernels.proof.sass import Instruction, cuobjdump, instructions
 
 ROWS = (*range(1, 65), 100, 512)
@@ -69,12 +69,22 @@ def _latent_attention(rows: int) -> None:
     case.launcher(**case.arguments())
 
 
+def _head_product(values: bool) -> Callable[[int], None]:
+    def call(rows: int) -> None:
+        case = head_product_case("deepseek-v3", rows, values)
+        case.launcher(**case.arguments())
+
+    return call
+
+
 CALLS: dict[str, Callable[[int], None]] = {
     **{name: _product(outputs, inputs, *parts) for name, outputs, inputs, parts in SHAPES},
     **{name: _packed(name) for name in ("int4", "fp8-block", "q4-1")},
     "qkv-write": _kv_write(4096, "summed"),
     "first-qkv-write": _kv_write(4096, "norm"),
     "head-norm-qkv-write": _kv_write(4096, "norm", "head-norm"),
+    "latent queries": _head_product(False),
+    "latent values": _head_product(True),
     "tree attention": _tree_attention,
     "latent attention": _latent_attention,
 }

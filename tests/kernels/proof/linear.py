@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from graphspec.kernels import op_of
+from graphspec.kernels.fused.launch import launcher
 from graphspec.kernels.groups import Heads
 from graphspec.kernels.linear.fused.linear import linear, linear_summed, shape_of
 from graphspec.kernels.linear.fused.linear_choice import LinearConfig, LinearShape, fast_config, invariant_config
@@ -19,6 +20,10 @@ from graphspec.kernels.linear.packed import CODES, Packed, code_bits
 from tests.kernels.proof.calls import AotCase, aot_case
 
 AOT: dict[str, tuple[AotCase, ...]] = {}
+
+
+def _meta(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
 
 def _linear_call(rows: int, outputs: int, inputs: int, *parts: str, config: LinearConfig | None = None) -> dict[str, Any]:
@@ -239,6 +244,36 @@ AOT["linear_kv_write"] = (
         for rows in (8, 32)
     ),
 )
+
+
+def _sum_squares(name: str, *sizes: int) -> AotCase:
+    return AotCase(name, launcher(op_of("sum_squares"), "batch_invariant"), lambda: {"x": _meta(*sizes)})
+
+
+AOT["sum_squares"] = (
+    _sum_squares("gemma-2-9b-m8", 1, 8, 3584),
+    _sum_squares("olmo-2-32b-keys-m8", 1, 8, 1024),
+    _sum_squares("qwen3.6-values-m8", 1, 8, 32, 128),
+)
+LATENTS = {"deepseek-v3": (128, 128, 512), "deepseek-v2-lite": (16, 128, 512)}
+"""Heads, channels of a key and of a value, and of a latent row."""
+
+
+def head_product_case(model: str, rows: int, values: bool) -> AotCase:
+    """The product before latent attention, whose queries lie next to what is rotated, or the one after it."""
+    heads, dim, latent = LATENTS[model]
+
+    def made() -> dict[str, Any]:
+        weight = _meta(heads, 2 * dim, latent)
+        if values:
+            return {"x_BTQK": _meta(1, rows, heads, latent), "weight_QKO": weight[:, dim:].transpose(1, 2)}
+        return {"x_BTQK": _meta(1, rows, heads, dim + 64)[..., :dim], "weight_QKO": weight[:, :dim]}
+
+    called = launcher(op_of("head_product"), "batch_invariant")
+    return AotCase(f"{model}-{'values' if values else 'queries'}-m{rows}", called, made)
+
+
+AOT["head_product"] = tuple(head_product_case(model, rows, values) for model in LATENTS for values in (False, True) for rows in (1, 8, 64))
 AOT["packed_linear"] = tuple(case for name, kind in FORMATS.items() for case in _packed_linear(name, kind))
 
 

@@ -21,14 +21,14 @@ from ...fused.launch import launch, operator, semaphores
 from ...groups import Heads
 from ..linear import Hidden, ResidualStream, finish, hidden_of
 from ..packed import Packed, check_packed
-from ._linear import _linear, _row_squares
+from ._linear import _linear
 from .linear_choice import LinearConfig, LinearShape, LinearTable, decoded, fast_config, invariant_config
+from .sum_squares import launch_row_squares
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PREFETCHED_BYTES = 32 * 1024
 """Weights that a program prefetches while the previous kernel still writes its inputs."""
 LINE_BYTES = 128
-SQUARES_BLOCK = 4096
 SCAN_BLOCK = 2048
 LAUNCH_ROWS = 512
 """Most rows of one launch; bounds the memory of partial sums and the number of semaphores."""
@@ -176,8 +176,7 @@ def multiplied(
         scanned = min(triton.next_power_of_2(shape.rows), use.tile_rows)
     elif squares is None:
         squares = torch.empty((shape.rows, 1), dtype=torch.float32, device=x.device)
-        block = min(triton.next_power_of_2(shape.inputs), SQUARES_BLOCK)
-        launch(_row_squares, (shape.rows,), source, squares, shape.inputs, inner, *source.stride()[:2], BLOCK=block, num_warps=4)
+        launch_row_squares(source, squares)
     parts = 0 if squares is None else squares.shape[-1]
     line = LINE_BYTES // held.rows.element_size()
     prefetch = min(PREFETCHED_BYTES // LINE_BYTES // (use.tile_outputs * (2 if gated else 1)), held.rows.shape[1] // use.splits // line)
