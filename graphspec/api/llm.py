@@ -201,7 +201,7 @@ class LLM:
         for network in networks.values():
             round_weights(network, plan)
         if self.ranks is not None:
-            comm = self.ranks.comm(device)
+            comm = self.ranks.comm(device, plan.numerics)
             for network in networks.values():
                 join_ranks(network, comm)
         native = uses_packed_weights(plan)

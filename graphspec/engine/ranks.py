@@ -84,10 +84,10 @@ class Ranks:
     folder: tempfile.TemporaryDirectory[str] | None = None
     """Holds the rendezvous file; NCCL looks there again when it is first used."""
 
-    def comm(self, device: torch.device) -> Comm:
-        """The collectives of the networks."""
+    def comm(self, device: torch.device, numerics: str) -> Comm:
+        """The collectives of the networks, under ``kernels.numerics`` as resolved."""
         assert dist.group.WORLD is not None, "a group that was joined"
-        return make_comm(dist.group.WORLD, device)
+        return make_comm(dist.group.WORLD, device, numerics)
 
     def agree(self, chunks: tuple[int, ...], pages: int) -> tuple[tuple[int, ...], int]:
         """The shortest of the ranks' tuples and the smallest of their numbers, the same on every rank."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 collectives = torch.ops._c10d_functional  # noqa: SLF001  the operators of torch.distributed's functional collectives
 ONE_SHOT_BYTES = 512 * 2**10
-"""Largest tensor that is summed in one shot, in which every rank reads the whole tensor of every other."""
+"""Largest tensor that is summed in one shot, in which every rank reads the whole tensor of every other; a larger one goes in pieces."""
 
 
 @torch.library.custom_op("graphspec::one_shot_sum", mutates_args=(), device_types="cuda")
@@ -85,28 +85,37 @@ class DeviceComm(OrderedComm):
     """Sums are NCCL's, or made in one shot where GPUs can access each other's memory.
 
     NCCL sums every element once and copies the sum, in rings and trees, but does not guarantee it; ``runtime.debug`` compares the ranks.
+    Which of them it takes depends on the size of a tensor.
 
     Attributes:
         symmetric: uint8, memory of :data:`ONE_SHOT_BYTES` that every rank may read; one kernel copies a tensor into it and adds those of
-            all ranks in order. None: NCCL sums everything.
+            all ranks in order. None: there is none.
+        ordered: every sum is made in order of rank, whatever its size: in one shot, or gathered where there is no such memory.
     """
 
     symmetric: Tensor | None = None
+    ordered: bool = False
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         if self.symmetric is not None and x.numel() * x.element_size() <= ONE_SHOT_BYTES:
             return one_shot_sum(self.symmetric, x, self.group)
+        if self.ordered and self.symmetric is not None:
+            pieces = x.flatten().split(ONE_SHOT_BYTES // x.element_size())
+            return torch.cat([one_shot_sum(self.symmetric, piece, self.group) for piece in pieces]).view(x.shape)
+        if self.ordered:
+            return OrderedComm.all_reduce(self, x)
         reduced: Tensor = collectives.wait_tensor(collectives.all_reduce(x, "sum", self.group))
         return reduced
 
 
-def make_comm(group: dist.ProcessGroup, device: torch.device) -> Comm:
+def make_comm(group: dist.ProcessGroup, device: torch.device, numerics: str = "fast") -> Comm:
     """The collectives of a device, chosen before anything is captured. Every rank calls this at the same time.
 
     Args:
         group: all ranks; its backend for the device is gloo on a CPU and NCCL on GPUs.
         device: of this rank.
+        numerics: ``batch_invariant``: sums have one order, whatever the number of rows.
     """
     import torch.distributed._functional_collectives  # shapes of the operators without data
 
@@ -117,7 +126,7 @@ def make_comm(group: dist.ProcessGroup, device: torch.device) -> Comm:
 
     here, found = torch.cuda.current_device(), torch.cuda.device_count()
     if size > found or not all(torch.cuda.can_device_access_peer(here, other) for other in range(size) if other != here):
-        return DeviceComm(size, name)
+        return DeviceComm(size, name, ordered=numerics == "batch_invariant")
     memory = symmetric_memory.empty(ONE_SHOT_BYTES, dtype=torch.uint8, device=device)
     symmetric_memory.rendezvous(memory, group)
-    return DeviceComm(size, name, memory)
+    return DeviceComm(size, name, memory, ordered=numerics == "batch_invariant")

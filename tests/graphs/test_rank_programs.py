@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -17,8 +18,8 @@ from graphspec.facts import DraftFacts
 from graphspec.facts.families import find_family
 from graphspec.graphs.programs import Key, PrefillKey, program_stages
 from graphspec.graphs.stages.mailbox import MailLayout
-from graphspec.kernels import select_kernels
-from graphspec.kernels.collectives import Comm, DeviceComm, OrderedComm
+from graphspec.kernels import collectives, select_kernels
+from graphspec.kernels.collectives import ONE_SHOT_BYTES, Comm, DeviceComm, OrderedComm
 from graphspec.lab.predict.ranks import sums_of
 from graphspec.models.layers import join_ranks, use_kernels
 from graphspec.plan.buffers import Arena
@@ -134,6 +135,7 @@ def test_a_cycle_exchanges_sums_of_its_layers_one_for_tokens_and_the_best(shape:
         for comm, kinds in (
             (OrderedComm(RANKS, eight_ranks), {"sum": "all_gather_into_tensor", "gather": "all_gather_into_tensor"}),
             (DeviceComm(RANKS, eight_ranks), {"sum": "all_reduce", "gather": "all_gather_into_tensor"}),
+            (DeviceComm(RANKS, eight_ranks, ordered=True), {"sum": "all_gather_into_tensor", "gather": "all_gather_into_tensor"}),
             (DeviceComm(RANKS, eight_ranks, symmetric), {"sum": "one_shot_sum", "gather": "all_gather_into_tensor"}),
         ):
             for key, seen in programs(plan, mode, SAMPLED, comm):
@@ -182,3 +184,21 @@ def test_a_spread_draft_adds_two_sums_per_layer_of_each_pass(shape: str, mode: s
                 continue
             rows = [key.bucket, *[key.bucket * topk] * (steps - 1)]
             assert seen.gathered == [*(count * (2 * topk + 2) for count in rows), key.bucket * nodes * 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [1, ONE_SHOT_BYTES, ONE_SHOT_BYTES + 4, 5 * ONE_SHOT_BYTES // 2])
+def test_an_ordered_sum_has_one_kernel_for_every_size(
+    size: int, dtype: torch.dtype, eight_ranks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = []
+
+    def one_shot(memory: Tensor, x: Tensor, group: str) -> Tensor:
+        pieces.append(x.nbytes)
+        return x * RANKS
+
+    monkeypatch.setattr(collectives, "one_shot_sum", one_shot)
+    x = torch.randn(2, 1 + size // 2 // dtype.itemsize, dtype=dtype).t()
+    comm = DeviceComm(RANKS, eight_ranks, torch.empty(ONE_SHOT_BYTES, dtype=torch.uint8), ordered=True)
+    assert torch.equal(comm.all_reduce(x), x * RANKS)
+    assert max(pieces) <= ONE_SHOT_BYTES and len(pieces) == -(-x.nbytes // ONE_SHOT_BYTES)

@@ -53,12 +53,12 @@ class Family:
     def run(self, variant: str, numerics: str, asked: Requests, **keys: Any) -> tuple[Found, float]:
         draft = None if variant == "none" else self.folders["none" if variant == ITSELF else variant]
         variant = "standalone" if variant == ITSELF else variant
-        llm = LLM(self.folders["none"], variant=variant, draft=draft, **{**KEYS, "numerics": numerics, **keys})
-        logits = llm.cycle.target.logits
-        llm.cycle.target.logits = lambda hidden: logits(hidden).bfloat16().float()  # type: ignore[method-assign]
-        found = answered(llm, asked)
-        assert llm.metrics is not None and llm.metrics.numerics == numerics
-        return found, llm.metrics.acceptance_length
+        with LLM(self.folders["none"], variant=variant, draft=draft, **{**KEYS, "numerics": numerics, **keys}) as llm:
+            logits = llm.cycle.target.logits
+            llm.cycle.target.logits = lambda hidden: logits(hidden).bfloat16().float()  # type: ignore[method-assign]
+            found = answered(llm, asked)
+            assert llm.metrics is not None and llm.metrics.numerics == numerics
+            return found, llm.metrics.acceptance_length
 
     @cached_property
     def plain(self) -> Found:
@@ -91,3 +91,13 @@ def test_some_bits_of_fast_numerics_differ(family: Family, numerics: str) -> Non
         assert [place for place, bits in plain[1].items() if found[1].get(place) != bits]
     else:
         assert_same(found, plain)
+
+
+@pytest.mark.full
+def test_drafts_change_no_bit_over_two_ranks(family: Family) -> None:
+    """Both sum in order of rank. Compared is the part of the vocabulary that the first rank has."""
+    asked, keys = requests(2, 10), {"tensor_parallel": 2, "page_size": 16}
+    plain, _ = family.run("none", "batch_invariant", asked, **keys)
+    found, accepted = family.run(ITSELF, "batch_invariant", asked, **SHAPES["tree"], **keys)
+    assert accepted > 1.2, "runs are accepted, or the test shows nothing"
+    assert_same(found, plain)
