@@ -211,10 +211,10 @@ class LLM:
             raise ConfigError("kernels.activations", expected, plan.activations)
         self.decoders: dict[str, str] = {}
         """How the decoder layers of target and draft run, in words."""
+        if not native:
+            use_kernels(kernels, target, draft)
         for name, network in networks.items():
             reason = pack_network(network, plan) if native else "set by kernels.mode, kernels.linear or kernels.attention"
-            if not native:
-                use_kernels(network, kernels)
             self.decoders[name] = f"op by op: {reason}" if reason else "one native op per pass"
             if rounded.get(name):
                 self.decoders[name] += f", {rounded[name]}"

@@ -131,7 +131,7 @@ def _linear(
 
 def _network(plan: Plan, model: ModelFacts, rows: int) -> Iterator[Call]:
     """Products and experts of one pass over ``rows`` tokens, without the output layer."""
-    kind, hidden, latent = (plan.dtype, plan.numerics), model.hidden_size, model.latent
+    kind, hidden, latent = (plan.dtype, plan.numerics_of(model)), model.hidden_size, model.latent
     # Norms after attention and MLP, a multiplier, and a sum of two nets stand between a product and the residual.
     added = model.family.norms == "before" and not model.family.side_by_side and model.multipliers.residual == 1
     normed = added and model.family.norm != "float32"
@@ -178,7 +178,7 @@ def _decode(plan: Plan, model: ModelFacts, lanes: int, tokens: int) -> Iterator[
         return
     for heads in model.pool_heads:
         yield _op(
-            "tree_attention", sizes | {"D": heads.dim}, plan.numerics,
+            "tree_attention", sizes | {"D": heads.dim}, plan.numerics_of(model),
             query_BTQD=of, kv_pool=(of, 1, 2, 1, page, heads.count, heads.dim), layer=0, scale=1.0,
         )  # fmt: skip
 
@@ -202,10 +202,10 @@ def _calls(plan: Plan) -> Iterator[Call]:
                 passes = {run.rows for run in (plan.draft.passes(plan.shape)[0], *plan.draft.passes(shape))}
                 for tokens in passes:
                     yield from _decode(plan, model, lanes, tokens)
-                    yield _linear, (lanes * tokens, model.hidden_size, plan.feature_width or model.hidden_size, plan.dtype, plan.numerics,
+                    yield _linear, (lanes * tokens, model.hidden_size, plan.feature_width or model.hidden_size, plan.dtype, "fast",
                                       False, False, False, False, has_codes(model.path, "fc"))  # fmt: skip
                 for rows in {run.scored for run in plan.draft.passes(shape)}:
-                    yield _linear, (lanes * rows, known, model.hidden_size, plan.dtype, plan.numerics, False, False, False, True,
+                    yield _linear, (lanes * rows, known, model.hidden_size, plan.dtype, "fast", False, False, False, True,
                                       has_codes(model.path, "lm_head"))  # fmt: skip
                     yield _op("filter_logits", {"B": lanes, "T": rows, "V": known})
                     yield _op("draft_topk", {"B": lanes, "T": rows, "Vd": known}, topk=shape.topk)

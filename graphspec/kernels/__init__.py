@@ -110,7 +110,8 @@ def select_kernels(
         linear: choice for linear layers.
         dtype: of weights and KV.
         numerics: ``fast``: the order of a sum may depend on the number of rows, and on the slots of a tree's nodes; ``batch_invariant``:
-            it depends on the weight's shape and the keys' positions. Native kernels always have the latter.
+            it depends on the weight's shape and the keys' positions, but for draft networks, which have the former. Native kernels always
+            have the latter.
         programmatic_launch: fused kernels may start while the one before them drains.
         linear_table: measured choices of fused linear layers (``LinearTable``); None: there
             are none.
@@ -175,6 +176,8 @@ def select_kernels(
         from .native.cycle import NativeKernels
 
         return NativeKernels(**ops)
+    if numerics == "batch_invariant":
+        ops["drafting"] = select_kernels(mode, attention, device, linear=linear, dtype=dtype, programmatic_launch=programmatic_launch)
     return KernelSet(**ops)
 
 

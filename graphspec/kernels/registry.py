@@ -66,6 +66,8 @@ class KernelSet(_Callables):
     stored: Callable[[Sequence[Tensor]], Sequence[Tensor]] = field(default=tuple, kw_only=True)
     """The same values, computed once: for what many ops of a pass read, such as the slots of its tokens. The compiler would compute them
     anew, in a launch of its own, for every op that is opaque to it."""
+    drafting: KernelSet | None = field(default=None, kw_only=True)
+    """Those of draft networks; None: these."""
     linear_kv_write: Callable[..., Tensor | None] | None = field(default=None, kw_only=True)
     """``linear`` and ``rope_kv_write`` in one launch: arguments of the first up to those of its norm, then :class:`.groups.Heads`. Returns
     the queries; None: these shapes need both ops. None instead of a function: there is no such kernel."""
@@ -88,6 +90,11 @@ class KernelSet(_Callables):
             ``(query_BTQD, kv_pool, layer, scale) -> [B, T, Q, D]``, for layers without a sliding window; None: ``tree_attention`` serves.
         """
         return None
+
+    @property
+    def for_drafts(self) -> KernelSet:
+        """The kernels of draft networks. Drafts choose no tokens, so the law of numerics does not hold them to an order of summation."""
+        return self if self.drafting is None else self.drafting
 
     serves_windows: ClassVar[bool] = False
     """Whether :meth:`own_window` may return a kernel."""

@@ -243,11 +243,12 @@ def join_ranks(network: nn.Module, comm: Comm) -> None:
             module.comm = comm
 
 
-def use_kernels(network: nn.Module, kernels: KernelSet) -> None:
-    """Make ``network`` run the ops of ``kernels``."""
-    for module in network.modules():
-        if isinstance(module, KernelModule):
-            module.use_kernels(kernels)
+def use_kernels(kernels: KernelSet, target: nn.Module, draft: nn.Module | None = None) -> None:
+    """Make networks run the ops of ``kernels``; layers that the draft has from the target run as the target's."""
+    for network, ops in ((draft, kernels.for_drafts), (target, kernels)):
+        for module in network.modules() if network is not None else ():
+            if isinstance(module, KernelModule):
+                module.use_kernels(ops)
 
 
 class Embedding(nn.Module):

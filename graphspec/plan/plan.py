@@ -168,6 +168,10 @@ class Plan:
         """Cycles run through torch.compile; fused kernels on the CPU are interpreted, and their surroundings then run as they stand."""
         return self.kernels == "compiled" or (self.kernels == "fused" and self.device == "cuda" and self.compile_around)
 
+    def numerics_of(self, model: ModelFacts) -> str:
+        """Numerics of the target or of the draft's decoder, which fused kernels hold to no law."""
+        return self.numerics if model is self.target else "fast"
+
     @property
     def cycles_need_host_step(self) -> bool:
         """The attention of every cycle needs a host step before its launch, from row lengths: nothing else may be in flight."""

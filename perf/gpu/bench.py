@@ -164,8 +164,7 @@ class Bench:
 
     def _claim_networks(self) -> None:
         """Set this engine's kernels and taps in the networks, which an earlier engine may have shared."""
-        for network in self.networks:
-            use_kernels(network, self.kernels_of(self.plan))
+        use_kernels(self.kernels_of(self.plan), *self.networks)
         self.networks[0].tap_layers = self.plan.tap_layers
 
     @staticmethod

@@ -64,9 +64,9 @@ def launches_of(case: Case, target: Path, draft: Path) -> list[Launch]:
                 networks += [draft_of(head, plan.max_positions, networks[0])] if speculates else []
         finally:
             torch.set_default_dtype(before)
+        use_kernels(kernels, *networks)
         for network in networks:
             network.rotary.to("cuda")
-            use_kernels(network, kernels)
         if speculates and networks[1].target_token_Vd is not None:
             networks[1].target_token_Vd = networks[1].target_token_Vd.to("cuda")
         arena = Arena(plan, MailLayout.of(plan).size)

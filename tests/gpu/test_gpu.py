@@ -57,9 +57,7 @@ def build(
     move(networks.target, DEVICE)
     move(networks.draft, DEVICE)
     kernels = select_kernels(plan.kernels, plan.attention, DEVICE, linear=plan.linear)
-    for network in (networks.target, networks.draft):
-        if network is not None:
-            use_kernels(network, kernels)
+    use_kernels(kernels, networks.target, networks.draft)
     cycle = Cycle(plan, networks.target, networks.draft, kernels)
     prefill: Key = PrefillKey(16, sampling)
     cycle.prepare([*plan.graph_keys(sampling), prefill])

@@ -37,9 +37,7 @@ def tiny(structure: str, mode: str = "reference", **keys: Any) -> Cycle:
     move(networks.target, "cuda")
     move(networks.draft, "cuda")
     kernels = select_kernels(plan.kernels, plan.attention, "cuda", linear=plan.linear)
-    for network in (networks.target, networks.draft):
-        if network is not None:
-            use_kernels(network, kernels)
+    use_kernels(kernels, networks.target, networks.draft)
     return Cycle(plan, networks.target, networks.draft, kernels)
 
 

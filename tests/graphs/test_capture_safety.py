@@ -53,9 +53,7 @@ class FakeProgram:
     def build(self, key: Key, mode: str = "reference") -> FakeProgram:
         self.arena.allocate(key.sampling)
         kernels = select_kernels(mode, "auto", "cuda")
-        for network in (self.networks.target, self.networks.draft):
-            if network is not None:
-                use_kernels(network, kernels)
+        use_kernels(kernels, self.networks.target, self.networks.draft)
         self.stages = program_stages(self.plan, kernels, self.networks.target, self.networks.draft, key)
         self.views = self.arena.views(key.lanes) if isinstance(key, PrefillKey) else self.arena.views(key.bucket, key.shape)
         return self

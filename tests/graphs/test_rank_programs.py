@@ -110,10 +110,10 @@ def programs(plan: Plan, mode: str, sampling: SamplingClass, comm: Comm, *, shar
     kernels = select_kernels(mode, "auto", "cuda")
     if shares:
         networks.draft.embed_tokens, networks.draft.lm_head = networks.target.embed_tokens, networks.target.lm_head
+    use_kernels(kernels, networks.target, networks.draft)
     for network in (networks.target, networks.draft):
         if network is not None:
             move(network, "cuda")
-            use_kernels(network, kernels)
             join_ranks(network, comm)
     arena.allocate(sampling)
     for key in (*plan.graph_keys(sampling), PrefillKey(16, sampling)):

@@ -70,8 +70,7 @@ def calls_of(plan: Plan, networks: Any) -> Calls:
     kernels = select_kernels("fused", "auto", "cuda", dtype=plan.dtype)
     for network in networks:
         move(network, "cuda")
-        if network is not None:
-            use_kernels(network, kernels)
+    use_kernels(kernels, *networks)
     calls = Calls()
     keys: list[Key] = [*plan.graph_keys(EVERY), *prefill_keys(plan, EVERY)]
     for key in keys:

@@ -72,7 +72,7 @@ def sums(name: str, folder: Path, numerics: str) -> set[str] | None:
         kernels = select_kernels(plan.kernels, plan.attention, "cuda", linear=plan.linear, dtype=plan.dtype, numerics=plan.numerics)
         target = Decoder(plan.target, plan.tap_layers, plan.max_positions)
         move(target, "cuda")
-        use_kernels(target, kernels)
+        use_kernels(kernels, target)
         for key in (*plan.graph_keys(GREEDY), PrefillKey(16, GREEDY)):
             arena = Arena(plan, MailLayout.of(plan).size)
             arena.allocate(key.sampling)

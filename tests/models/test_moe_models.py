@@ -109,7 +109,7 @@ def test_ops_of_the_chosen_set_are_run(tmp_path: Path) -> None:
     def spy(name: str) -> Any:
         return lambda *args: called.append(name) or getattr(kernels, name)(*args)
 
-    use_kernels(ours, replace(kernels, moe_route=spy("moe_route"), moe_mlp=spy("moe_mlp")))
+    use_kernels(replace(kernels, moe_route=spy("moe_route"), moe_mlp=spy("moe_mlp")), ours)
     ours(torch.tensor([[1, 2]]), DenseAttention.prompt(1, 2))
     assert called == ["moe_route", "moe_mlp"] * LAYERS
 

@@ -91,8 +91,7 @@ def launches(plan: Plan) -> Iterator[tuple[str, Launch]]:
             torch.set_default_dtype(before)
         for network in networks:
             move(network, "cuda")
-            if network is not None:
-                use_kernels(network, kernels)
+        use_kernels(kernels, *networks)
         for key in programs(plan):
             arena = Arena(plan, MailLayout.of(plan).size)
             arena.allocate(key.sampling)

@@ -160,7 +160,7 @@ def self_drafting(
         parameter.data = parameter.data.to(getattr(torch, dtype))
     move(target, device)
     chosen = kernels(plan)
-    use_kernels(target, chosen)
+    use_kernels(chosen, target)
     return Cycle(plan, target, StandaloneDraft(draft, plan.max_positions, target), chosen, capturer=capturer)
 
 

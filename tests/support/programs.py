@@ -59,10 +59,10 @@ def generate(structure: str, spelled: str, kind: str, *, lanes: int = 2, compile
     with pretended_gpu(), FakeTensorMode():
         kernels = select_kernels(plan.kernels, plan.attention, "cuda", linear=plan.linear)
         networks = tiny_networks(plan)
+        use_kernels(kernels, networks.target, networks.draft)
         for network in (networks.target, networks.draft):
             if network is not None:
                 move(network, "cuda")
-                use_kernels(network, kernels)
         arena = Arena(plan, MailLayout.of(plan).size)
         arena.allocate(key.sampling)
         views = arena.views(key.lanes) if isinstance(key, PrefillKey) else arena.views(key.bucket, key.shape)

@@ -112,9 +112,9 @@ def fake_cycle(
             networks += [NETWORKS[type(head)](head, plan.max_positions)] if speculates else []
         finally:
             torch.set_default_dtype(before)
+        use_kernels(kernels, *networks)
         for network in networks:
             move(network, "cuda")
-            use_kernels(network, kernels)
             if comm is not None:
                 join_ranks(network, comm)
         arena = Arena(plan, MailLayout.of(plan).size)

@@ -266,6 +266,6 @@ class DraftPrefill:
         begin_BT = torch.full_like(slot_BT, self.shift)
         position_BT, valid_BT, slot_BT, begin_BT = self.kernels.stored([slot_BT - self.shift, valid_BT, slot_BT, begin_BT])
         return ChunkAttention(
-            self.kernels, pool, chunk.table_BP, position_BT, rope_length_BT - self.shift, valid_BT, slot_BT, begin_BT, self.bound,
-            further_pools=tuple(further_pools),
+            self.kernels.for_drafts, pool, chunk.table_BP, position_BT, rope_length_BT - self.shift, valid_BT, slot_BT, begin_BT,
+            self.bound, further_pools=tuple(further_pools),
         )  # fmt: skip

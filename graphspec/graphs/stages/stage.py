@@ -221,7 +221,7 @@ class NetworkStage(Stage):
             window = self.kernels.own_window(v.lane_table_BP, self.plan.page_size, *own_window)
         pool, *further_pools = v.several(self.pools)
         return TreeAttention(
-            kernels=self.kernels,
+            kernels=self.kernels.for_drafts,
             kv_pool=pool,
             table_BP=v.lane_table_BP,
             position_BT=position_BT,

@@ -7,7 +7,7 @@ their neighbours. ``tests/lab/test_latency.py`` compares that rule with the code
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -146,18 +146,20 @@ def record(plan: Plan, target: Decoder, draft: Any, lanes: int, sampling: Sampli
     def matmul_of_codes(x: Tensor, weight: Packed, bias: Tensor | None, float32: bool) -> Tensor:
         return matmul(x, dequantised(weight, x), bias, float32)
 
-    callables: dict[str, Callable[..., Any]] = {op.name: launcher(op, plan.numerics) for op in OPS}
-    callables["linear"] = fused_linear(plan.numerics, products=Products(linear, linear_summed, matmul))
-    of_codes = Products(packed_linear, packed_linear_summed, matmul_of_codes)
-    callables["packed_linear"] = fused_packed_linear(plan.numerics, products=of_codes)
-    together = fused_linear_kv_write(plan.numerics, operators=(linear_kv_write, linear_kv_write))
-    kernels = KernelSet(**callables, linear_kv_write=together)
+    def recorded(numerics: str, drafting: KernelSet | None = None) -> KernelSet:
+        ops: dict[str, Any] = {op.name: launcher(op, numerics) for op in OPS}
+        ops["linear"] = fused_linear(numerics, products=Products(linear, linear_summed, matmul))
+        of_codes = Products(packed_linear, packed_linear_summed, matmul_of_codes)
+        ops["packed_linear"] = fused_packed_linear(numerics, products=of_codes)
+        ops["linear_kv_write"] = fused_linear_kv_write(numerics, operators=(linear_kv_write, linear_kv_write))
+        return KernelSet(**ops, drafting=drafting)
+
+    kernels = recorded(plan.numerics, recorded("fast"))
+    use_kernels(kernels, target, draft)
     for network in (target, draft):
-        if network is not None:
-            use_kernels(network, kernels)
-            for module in network.modules():
-                if isinstance(module, RotaryEmbedding):
-                    module.to("meta")  # tables are made with their data
+        for module in network.modules() if network is not None else ():
+            if isinstance(module, RotaryEmbedding):
+                module.to("meta")  # tables are made with their data
     with torch.device("meta"):
         arena = Arena(plan, MailLayout.of(plan).size, device="meta")
         arena.allocate(sampling)

@@ -238,15 +238,43 @@ def test_waves_of_other_models() -> None:
 
 
 def test_few_rows_without_a_norm_are_not_split() -> None:
-    """Narrow tiles make a wave by themselves, so nothing waits for a merge. Not where the bits may not depend on the number of rows."""
+    """Narrow tiles make a wave by themselves, so nothing waits for a merge."""
     few = LinearShape(8, 4096, 4096, "bfloat16", residual=True)
-    assert invariant_config(few).splits > 1
     for shape, split in (
         (few, False), (replace(few, rows=1), False), (replace(few, inputs=14336), False),
         (replace(few, rows=9), True), (replace(few, norm=True), True), (replace(few, outputs=1024), True),
     ):  # fmt: skip
         config = fast_config(shape)
         assert config is not None and (config.splits > 1) == split, shape
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 4096), (4096, 14336), (8192, 8192), (3584, 14336), (2048, 2048), (5120, 17408)])
+def test_under_the_law_only_rows_of_narrow_tiles_follow_the_number_of_rows(outputs: int, inputs: int) -> None:
+    """And stages, which change no order. Unsplit narrow tiles have the waves that fast numerics want of them."""
+    configs = [invariant_config(LinearShape(rows, outputs, inputs, "bfloat16", residual=True)) for rows in (1, 8, 16, 17, 32, 33, 64, 512)]
+    assert len({(config.tile_outputs, config.tile_inputs, config.splits, config.warps) for config in configs}) == 1
+    narrow = configs[0].tile_outputs == 32
+    assert narrow == (outputs in (4096, 8192, 3584)) and all(config.splits == 1 for config in configs) == narrow
+    assert [config.tile_rows for config in configs] == ([16, 16, 16, 32, 32, 64, 64, 64] if narrow else [64] * 8)
+    for rows, config in zip((1, 64), (configs[0], configs[-2]), strict=True):
+        shape = LinearShape(rows, outputs, inputs, "bfloat16", residual=True)
+        assert config.shared_bytes(shape) + RESERVED_BYTES <= SHARED_BYTES
+    for kept in ({"norm": True}, {"gated": True}, {"code": "int4", "group": 128}, {"dtype": "float32"}):
+        assert invariant_config(replace(LinearShape(8, outputs, inputs, "bfloat16"), **kept)).tile_outputs in (64, 128)
+    assert invariant_config(LinearShape(8, outputs, inputs, "bfloat16"), narrow=False).tile_rows == 64
+
+
+@pytest.mark.parametrize("rows", [1, 8, 17, 33, 70])
+def test_rows_of_narrow_tiles_have_the_same_bits_among_others(rows: int) -> None:
+    """Products and sums of squares, in tiles of 16, 32 and 64 rows."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, residual = (torch.randn(*sizes, generator=generator).bfloat16() for sizes in ((70, 96), (80, 96), (70, 80)))
+    found = [
+        linear_summed(x[:count], weight, residual=residual[:count], config=LinearConfig(tile, 32, 64, 1, 4, 3).encoded())
+        for count, tile in ((rows, 16 if rows <= 16 else 32 if rows <= 32 else 64), (70, 64))
+    ]
+    for alone, among in zip(*found, strict=True):
+        assert torch.equal(alone, among[:rows])
 
 
 PROBE = """

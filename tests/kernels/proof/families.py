@@ -1,14 +1,17 @@
-"""Matrix instructions of products and attention under the law, for every number of rows: ``python -m tests.kernels.proof.families``.
+"""How products and attention add under the law, for every number of rows: ``python -m tests.kernels.proof.families``.
 
 ``mma`` and ``wgmma`` accumulate in different ways, so a weight must be multiplied by one of them, in one shape, whatever the number of
-rows. Triton compiles a launch anew where an integer is 1 or a multiple of 16, so the row counts fall into few kernels; each is compiled
-for sm_90 once, and its instructions are read from SASS. Prints them as JSON: by name and instructions, the numbers of rows.
+rows. Other sums of more than two numbers, such as those of squares, are made in the order of a tile's layout, which must not follow the
+number of rows either. Triton compiles a launch anew where an integer is 1 or a multiple of 16, so the row counts fall into few kernels;
+each is compiled for sm_90 once. Instructions are read from SASS, layouts from Triton's GPU dialect. Prints both as JSON: by name and
+what was found, the numbers of rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,12 +29,23 @@ from tests.kernels.proof.sass import Instruction, cuobjdump, instructions
 
 ROWS = (*range(1, 65), 100, 512)
 """Of a cycle, all of them; of prompts, one that 16 divides and one that it does not."""
+REDUCE = re.compile(r'"tt\.reduce"\(.*?\) <\{axis = (\d) : i32\}> \(\{(.*?)\}\) : \(tensor<([\dx]+)xf32, (#\w+)', re.DOTALL)
 MATRIX = ("HMMA", "HGMMA", "IMMA", "IGMMA", "QMMA", "QGMMA")
 
 
 def matrix_instructions(code: Sequence[Instruction]) -> tuple[str, ...]:
     """Opcodes of matrix instructions, with shape and dtypes, each once."""
     return tuple(sorted({instruction.opcode for instruction in code if instruction.opcode.partition(".")[0] in MATRIX}))
+
+
+def sums(ttgir: str) -> tuple[str, ...]:
+    """Sums of more than two numbers of floating point, each once: the axis, what is summed, and its layout."""
+    layouts = dict(re.findall(r"^(#\w+) = (#.*?)(?: loc.*)?$", ttgir, re.MULTILINE))
+    found = set()
+    for axis, body, shape, layout in REDUCE.findall(ttgir):
+        if "arith.addf" in body and int(shape.split("x")[int(axis)]) > 2:
+            found.add(f"axis {axis} of {shape} in {layouts[layout]}")
+    return tuple(sorted(found))
 
 
 def _product(outputs: int, inputs: int, *parts: str) -> Callable[[int], None]:
@@ -99,7 +113,10 @@ def _key(launch: Launch) -> str:
 
 
 def families(name: str, rows: Sequence[int] = ROWS) -> dict[tuple[str, ...], list[int]]:
-    """The matrix instructions that these numbers of rows are multiplied by; several keys mean that bits depend on the number of rows."""
+    """What adds for these numbers of rows; several keys mean that bits depend on the number of rows.
+
+    Of attention the matrix instructions alone: a tile's rows are what its kernel is compiled for.
+    """
     compiled: dict[str, tuple[str, ...]] = {}
     found: dict[tuple[str, ...], list[int]] = {}
     for count in rows:
@@ -111,7 +128,9 @@ def families(name: str, rows: Sequence[int] = ROWS) -> dict[tuple[str, ...], lis
         for launch in launches:
             key = _key(launch)
             if key not in compiled:
-                compiled[key] = matrix_instructions(instructions(cuobjdump(compiled_for_gpu(launch).asm["cubin"], "-sass")))
+                kernel = compiled_for_gpu(launch)
+                compiled[key] = matrix_instructions(instructions(cuobjdump(kernel.asm["cubin"], "-sass")))
+                compiled[key] += () if name in TREES else sums(kernel.asm["ttgir"])
             used.update(compiled[key])
         found.setdefault(tuple(sorted(used)), []).append(count)
     return found

@@ -66,9 +66,21 @@ def _normed(x, factor, weight, OFFSET: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def _sum_of_32(x, COLUMNS: tl.constexpr):
+    """Column sums of ``x [32, columns]``, two numbers at a time: the compiler lays out tiles of few and of many columns differently, and
+    would add more than two in different orders.
+    """
+    x = tl.sum(tl.reshape(x, [2, 16, COLUMNS]), 0)
+    x = tl.sum(tl.reshape(x, [2, 8, COLUMNS]), 0)
+    x = tl.sum(tl.reshape(x, [2, 4, COLUMNS]), 0)
+    x = tl.sum(tl.reshape(x, [2, 2, COLUMNS]), 0)
+    return tl.sum(x, 0)
+
+
+@triton.jit
 def _finish(
     acc, up, output, row, in_rows, bias, residual_at, out, outputs, sums_at,
-    GATED: tl.constexpr, dtype: tl.constexpr,
+    GATED: tl.constexpr, dtype: tl.constexpr, TILE_O: tl.constexpr, TILE_M: tl.constexpr,
 ):  # fmt: skip
     """Epilogue of a tile ``[TILE_O, TILE_M]``: bias, gate, residual and store. Rounds where the reference rounds, unless ``out`` is wider.
 
@@ -90,7 +102,8 @@ def _finish(
     tl.store(out + row.to(tl.int64)[None, :] * outputs + output[:, None], y.to(result), mask=keep)
     if sums_at is not None:
         stored = tl.where(keep, y.to(result).to(tl.float32), 0.0)
-        tl.store(sums_at, tl.sum(stored * stored, 0), mask=in_rows)
+        squares = stored * stored
+        tl.store(sums_at, _sum_of_32(squares, TILE_M) if TILE_O == 32 else tl.sum(squares, 0), mask=in_rows)
 
 
 @triton.jit
@@ -358,7 +371,7 @@ def _linear(
             low, high = _halves(acc, PAIRS, TILE_M)
             _place_heads(low, high, head, channel_of_pair, row, in_rows, bias, places, norms, DIM, HEAD_NORM, HEAD_OFFSET, dtype)
         else:
-            _finish(acc, up, output, row, in_rows, bias, residual_at, out, outputs, sums_at, GATED, dtype)
+            _finish(acc, up, output, row, in_rows, bias, residual_at, out, outputs, sums_at, GATED, dtype, TILE_O, TILE_M)
     else:
         keep = (output < outputs)[:, None] & in_rows[None, :]
         halves: tl.constexpr = 2 if GATED else 1
@@ -383,7 +396,7 @@ def _linear(
                     low, high = _halves(acc, PAIRS, TILE_M)
                     _place_heads(low, high, head, channel_of_pair, row, in_rows, bias, places, norms, DIM, HEAD_NORM, HEAD_OFFSET, dtype)
                 else:
-                    _finish(acc, up, output, row, in_rows, bias, residual_at, out, outputs, sums_at, GATED, dtype)
+                    _finish(acc, up, output, row, in_rows, bias, residual_at, out, outputs, sums_at, GATED, dtype, TILE_O, TILE_M)
 
 
 @works(_dequantise_work)

@@ -195,13 +195,26 @@ def _config(shape: LinearShape, tile_rows: int, tile_inputs: int, scan: bool) ->
     raise AssertionError(shape)
 
 
-def invariant_config(shape: LinearShape) -> LinearConfig:
-    """A config that does not depend on the number of rows, so that a row's bits do not either.
+def invariant_config(shape: LinearShape, narrow: bool = True) -> LinearConfig:
+    """A config whose order of summation does not depend on the number of rows, so that a row's bits do not either.
 
-    Tiles always have 64 rows. With few rows most of a matrix instruction is padding, yet it takes a third of the time of loading its
-    weights. Tiles of 16 would read the weights from L2 four times at 64 rows, which costs more than the padding. Missing sums of squares
-    are computed by a separate launch with one program per row.
+    Tiles have 64 rows. With few rows most of a matrix instruction is padding, yet it takes a third of the time of loading its weights.
+    Tiles of 16 would read the weights from L2 four times at 64 rows, which costs more than the padding. Where narrow tiles need no splits,
+    they are too narrow for ``wgmma``; the instruction is then ``mma.m16n8k16``, which a tile of more rows only repeats, so that its rows
+    may follow their number. Missing sums of squares are computed by a separate launch with one program per row.
+
+    Args:
+        shape: what is multiplied.
+        narrow: tiles may be narrow.
     """
+    for residents in (1, RESIDENTS) if narrow and _may_be_narrow(shape) else ():
+        # As many inputs at a time as fit with the most rows: the same for every number of rows.
+        found = [_resident(shape, FUSED_ROWS, NARROW_OUTPUTS, inputs, residents, scan=False) for inputs in (256, 128)]
+        widest = next((config for config in found if config is not None), None)
+        if widest is not None and NARROW_WAVES <= waves(shape, replace(widest, splits=1), residents) <= BAD_WAVES[0]:
+            few = _resident(shape, _tile_rows(shape), NARROW_OUTPUTS, widest.tile_inputs, residents, scan=False)
+            assert few is not None, "fewer rows take less memory"
+            return replace(few, splits=1)
     return _config(shape, FUSED_ROWS, _tile_inputs(shape, 64), scan=False)
 
 
@@ -209,13 +222,18 @@ def _tile_rows(shape: LinearShape) -> int:
     return 16 if shape.rows <= 16 else 32 if shape.rows <= 32 else 64
 
 
-def _narrow(shape: LinearShape) -> list[LinearConfig]:
-    """Configs with tiles so narrow that one wave of programs needs no splits, and hence no merge.
+def _may_be_narrow(shape: LinearShape) -> bool:
+    """Whether tiles may be so narrow that one wave of programs needs no splits, and hence no merge.
 
-    None after a norm, which every program would apply to the whole input, and none for shapes that need splits anyway. None for codes
-    either: in tiles of fewer than 64 outputs several warps would convert the same ones.
+    Not after a norm, which every program would apply to the whole input. Not for codes either: in tiles of fewer than 64 outputs several
+    warps would convert the same ones.
     """
-    if shape.code or shape.item_size > 2 or not shape.aligned or shape.norm or shape.gated or shape.rows > NARROW_ROWS:
+    return not (shape.code or shape.item_size > 2 or not shape.aligned or shape.norm or shape.gated)
+
+
+def _narrow(shape: LinearShape) -> list[LinearConfig]:
+    """Configs with narrow tiles and no splits; none for shapes that need splits anyway."""
+    if not _may_be_narrow(shape) or shape.rows > NARROW_ROWS:
         return []
     made = ((residents, _resident(shape, 16, NARROW_OUTPUTS, _tile_inputs(shape, 256), residents, scan=False)) for residents in (1, 2))
     fitting = ((residents, replace(config, splits=1)) for residents, config in made if config is not None)
@@ -268,11 +286,11 @@ class LinearTable:
     entries: dict[LinearShape, LinearConfig | None] = field(default_factory=dict)
     requested: dict[LinearShape, None] = field(default_factory=dict)
 
-    def choose(self, shape: LinearShape, numerics: str = "fast") -> LinearConfig | None:
+    def choose(self, shape: LinearShape, numerics: str = "fast", narrow: bool = True) -> LinearConfig | None:
         """The config of ``shape``; None: cuBLAS. With ``batch_invariant`` numerics, :func:`invariant_config`, whatever was measured."""
         self.requested[shape] = None
         if numerics == "batch_invariant":
-            return invariant_config(shape)
+            return invariant_config(shape, narrow)
         return self.entries[shape] if shape in self.entries else fast_config(shape)
 
     def save(self, path: Path, identity: dict[str, str]) -> None:

@@ -70,7 +70,8 @@ def fused_linear_kv_write(
 
     @torch.compiler.assume_constant_result
     def choose(dim: int, *shape: Any) -> tuple[int, ...]:
-        config = chosen.choose(LinearShape(*shape), numerics)
+        # A norm of heads sums in the layout of a tile, which in narrow ones follows the number of rows.
+        config = chosen.choose(LinearShape(*shape), numerics, narrow=False)
         return () if config is None or dim % config.tile_outputs else config.encoded()
 
     def project(
