@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._inductor import config as inductor_config
 from torch._inductor import loop_body
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,6 +20,7 @@ from graphspec.kernels import OPS, KernelOp, op_of, select_kernels
 from graphspec.kernels.linear.packed import Packed, dequantise
 from graphspec.kernels.sampling.noise import counter_hash, gumbel_noise, mix32
 from graphspec.kernels.sampling.topk import stable_topk
+from graphspec.models.layers import RMSNorm, use_kernels
 from tests.kernels.cases import cases_of
 from tests.kernels.cases.attention import visible_slots
 from tests.support.fake_cuda import NoHostTraffic, load_cuda_guard
@@ -200,6 +202,19 @@ def test_select_kernels() -> None:
     assert kernels.tree_walk is reference["tree_walk"], "native attention alone"
     assert select_kernels("compiled", "auto", "cpu").tree_walk is not reference["tree_walk"]
     assert select_kernels("compiled", "reference", "cpu").tree_attention is reference["tree_attention"]
+
+
+def test_only_the_target_has_kernels_that_keep_the_law() -> None:
+    """Layers that a draft has from it run as the target's, whichever network has them as a module."""
+    fast, law = (select_kernels("fused", "auto", "cuda", dtype="bfloat16", numerics=numerics) for numerics in ("fast", "batch_invariant"))
+    assert fast.for_drafts is fast
+    for name in ("tree_attention", "chunk_attention", "latent_attention", "sum_squares", "head_product"):
+        assert getattr(law, name) is op_of(name).implementation("invariant")
+        assert getattr(law.for_drafts, name) is getattr(fast, name) is not getattr(law, name)
+    target, draft = nn.ModuleDict({"head": RMSNorm(4, 1e-5)}), nn.ModuleDict({"own": RMSNorm(4, 1e-5)})
+    draft["head"] = target["head"]
+    use_kernels(law, target, draft)
+    assert [module.sum_squares is law.sum_squares for module in (target["head"], draft["head"], draft["own"])] == [True, True, False]
 
 
 @pytest.mark.parametrize(

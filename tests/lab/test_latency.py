@@ -15,6 +15,7 @@ from graphspec.config.catalog import resolve_variant
 from graphspec.config.command_options import LaunchConfig
 from graphspec.config.schema import KernelsConfig
 from graphspec.kernels import OPS
+from graphspec.kernels.attention.fused._blocks import blocks_in_turn, round_trips
 from graphspec.kernels.fused.hopper import resident
 from graphspec.kernels.fused.launch import launcher
 from graphspec.lab.floor import FloorModel, Hardware, kv_bytes_per_token
@@ -113,6 +114,17 @@ def test_layers_of_two_shapes_attend_over_two_pools(tmp_path: Path) -> None:
     [stage] = floor.stages(PLAIN, 1, 2048)
     # Four layers have a window of 512; only the first four have keys and values of their own to write.
     assert stage.parts["kv"] == 2 * 2 * 2 * (4 * 32 * 512 + 3 * 64 * 2048) + row
+
+
+@pytest.mark.parametrize("unit", [1, 8, 16])
+@pytest.mark.parametrize("programs", [1, 3, 16, 33])
+def test_the_longest_turn_of_attention_is_counted(unit: int, programs: int) -> None:
+    for blocks in (1, 7, 8, 9, 16, 33, 128, 129, 257, 513):
+        turns = [0] * programs
+        for block in range(blocks):
+            turns[block // unit % programs] += 1
+        assert blocks_in_turn(blocks, unit, programs) == max(turns)
+    assert round_trips(9, 128) == 5 and round_trips(9, 256) == 9
 
 
 def test_every_op_has_a_launcher_of_its_name() -> None:

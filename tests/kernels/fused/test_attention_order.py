@@ -43,15 +43,20 @@ def kernels() -> dict[str, str]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_round_trips_before_the_first_product(kernels: dict[str, str], case: str) -> None:
-    """First: page ids, lengths, words and queries, all issued before any is used. Second: keys and values, before the first product."""
+    """First: page ids, lengths, words and queries, all issued before any is used. Second: keys and values, before the first product.
+
+    Page ids of the next block are asked for together with the first, and its rows are prefetched before keys are loaded.
+    """
     before, _, loop = kernels[case].partition("scf.while")
     loads = re.findall(r"%(\w+?)_?\d* = tt\.load", before)
     first = re.findall(r"%(\w+?)_?\d* = tt\.load", before.partition("ttg.local_alloc")[0].partition('"tt.reduce"')[0])
-    assert first == ["page", "row_begin", "prefix", "words", "q"]
-    # Page ids once more, for a program whose first split is not the one expected.
-    assert loads == [*first, "page"] and "scf.if" in before[before.rindex("tt.load") - 2000 :]
-    in_flight = re.findall(r"%(\w+?)_?\d* = tt\.load", loop.partition("warp_group_dot")[0])
-    assert in_flight == ["k", "v", "page"]
+    assert first == ["page", "next_page", "row_begin", "prefix", "words", "q"]
+    # Page ids once more, for a program whose first splits are not the ones expected.
+    assert loads == [*first, "page", "next_page"]
+    again = before[: before.rindex("tt.load")].rindex("tt.load")
+    assert "scf.if" in before[again - 2000 : again]
+    assert re.findall(r"%(\w+?)_?\d* = tt\.load", loop.partition("warp_group_dot")[0]) == ["k", "v"]
+    assert loop.partition("= tt.load")[0].count("prefetch.global.L2") == (2 if case != "d256-t8" else 0)
 
 
 @pytest.mark.parametrize("case", CASES)

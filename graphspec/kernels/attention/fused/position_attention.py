@@ -27,6 +27,7 @@ from ...fused.launch import Launch, launch, multiprocessors, operator, semaphore
 from ...fused.work import ARRIVAL, Situation, Work, works
 from ...registry import op_of
 from . import tree_attention as by_slot
+from ._blocks import PREFETCHED_CHANNELS, blocks_in_turn, following_block, prefetch_block, round_trips
 from ._positions import _exact_scores, _halves, _loaded, _merged, _nth_one, _ones, _sight, _store, _weighed, _write
 from .tree_attention import score_factors
 
@@ -49,7 +50,6 @@ def _work(launch: Launch, at: Situation) -> Work:
     # Each token of a tree has its own last tiles, which all are in L2 once one program has read them.
     own = 0 if at.chain or not values["PATHS"] else (blocks - min(at.context // block, blocks - 1)) * rows // values["REPEAT"]
     arriving = min(units + own, values["programs"])
-    in_turn = -(-units // values["programs"]) * min(unit, blocks)
     gathers = -(-(units + own) // values["programs"]) - -(-units // values["programs"])
     merge = ARRIVAL + -(-units // values["MERGE_UNROLL"]) if units + own > 1 else 0
     row = 2 * values["DIM"] * values["keys"].element_size()
@@ -59,7 +59,7 @@ def _work(launch: Launch, at: Situation) -> Work:
         bytes=lanes * values["GROUPS"] * slots * row,
         programs=lanes * values["GROUPS"] * arriving,
         in_flight=block * row,
-        memory=in_turn,
+        memory=round_trips(blocks_in_turn(blocks, unit, values["programs"]), values["DIM"]),
         # Page ids, then keys and values.
         cache=1 + merge + 2 * gathers,
         alone=merged + gathers * block * row,
@@ -101,9 +101,11 @@ def _position_attention(
     column = tl.arange(0, BLOCK)
     lane_table = table + lane * table_stride
 
-    # Page ids of the program's first unit if units are blocks, loaded before the lane's lengths are known.
+    # Page ids of the program's first two units if units are blocks, loaded before the lane's lengths are known.
     position = program * BLOCK + column
     page = tl.load(lane_table + position // PAGE_SIZE, mask=position < length, other=0)
+    ahead = (program + programs) * BLOCK + column
+    next_page = tl.load(lane_table + ahead // PAGE_SIZE, mask=ahead < length, other=0)
     query_pair = query + lane * query_lane + head * REPEAT * query_head
     query_row = token * query_token + row % REPEAT * query_head
     q = query_row
@@ -145,10 +147,16 @@ def _position_attention(
 
     base = keys + head * head_stride
     block = tl.maximum(first, (first_unit + mine) * unit)
-    if block != program:
+    following = following_block(block, unit, programs)
+    if (block != program) | (unit != 1):
         position = block * BLOCK + column
         page = tl.load(lane_table + position // PAGE_SIZE, mask=position < length, other=0)
-    following = block
+        ahead = following * BLOCK + column
+        next_page = tl.load(lane_table + ahead // PAGE_SIZE, mask=ahead < length, other=0)
+    # Before each block's loads, and when none of its registers is taken.
+    if DIM <= PREFETCHED_CHANNELS and following < tail:
+        rows_ahead = tl.maximum(next_page, 0).to(tl.int64) * page_stride + ((following * BLOCK + column) % PAGE_SIZE) * slot_stride
+        prefetch_block(base + rows_ahead, side_stride, DIM)
     acc, peak, total = partials.empty(ROWS, DIM_PAD)
     while block < tail:
         here = block * BLOCK
@@ -158,14 +166,14 @@ def _position_attention(
         v = q
         if not EXACT:
             k, v = _loaded(base, place, seen, side_stride, DIM, DIM_PAD)
-        # The next block of the unit, or the first of the program's next unit.
-        following = tl.where((block + 1) % unit == 0, block + 1 + (programs - 1) * unit, block + 1)
-        ahead = following * BLOCK + column
-        page = tl.load(lane_table + ahead // PAGE_SIZE, mask=ahead < length, other=0)
         if EXACT:
             score = _exact_scores(base, place, seen, query_pair, query_row, live, ROWS, BLOCK, DIM, DIM_PAD, PART)
         else:
             score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        page = next_page
+        after_next = following_block(following, unit, programs)
+        ahead = after_next * BLOCK + column
+        next_page = tl.load(lane_table + ahead // PAGE_SIZE, mask=ahead < length, other=0)
         score = partials.capped(score, scale, cap) if CAP else score * scale
         if CHUNK or (here < high) | (here + BLOCK > prefix):
             # Reloaded, from L1. `zero` hides from the compiler that these are the tile's own rows; else it would keep what follows from
@@ -216,6 +224,10 @@ def _position_attention(
                         tl.debug_barrier()
             acc, peak, total = partials.empty(ROWS, DIM_PAD)
         block = following
+        following = after_next
+        if DIM <= PREFETCHED_CHANNELS and following < tail:
+            rows_ahead = tl.maximum(next_page, 0).to(tl.int64) * page_stride + ((following * BLOCK + column) % PAGE_SIZE) * slot_stride
+            prefetch_block(base + rows_ahead, side_stride, DIM)
     if (last - first == 1) & (tail == last):
         return
 

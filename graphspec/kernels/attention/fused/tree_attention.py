@@ -34,6 +34,7 @@ from ....errors import ConfigError
 from ...fused import _partials as partials
 from ...fused.launch import INTERPRETED, Launch, launch, multiprocessors, register, semaphores
 from ...fused.work import ARRIVAL, Situation, Work, works
+from ._blocks import PREFETCHED_CHANNELS, blocks_in_turn, following_block, prefetch_block, round_trips
 
 RUN, STRETCH = 1024, 8192
 """Slots of a run and of a stretch; the result's bits depend on them."""
@@ -95,8 +96,6 @@ def _work(launch: Launch, at: Situation) -> Work:
     lanes = values["table"].shape[0]
     arriving = min(units, values["programs"])
     rows = min(values["ROWS"], values["part_rows"])
-    # A block of keys and values is in flight; its page ids were loaded while the block before was computed.
-    in_turn = -(-units // values["programs"]) * min(unit, blocks)
     # The arrival, a claim, and the partials, this many per load.
     merge = ARRIVAL + -(-units // values["MERGE_UNROLL"]) if units > 1 else 0
     row = 2 * values["DIM"] * values["keys"].element_size()
@@ -104,7 +103,7 @@ def _work(launch: Launch, at: Situation) -> Work:
         bytes=lanes * values["GROUPS"] * slots * row,
         programs=lanes * values["GROUPS"] * arriving,
         in_flight=block * row,
-        memory=in_turn,
+        memory=round_trips(blocks_in_turn(blocks, unit, values["programs"]), values["DIM"]),
         cache=1 + merge,
         alone=rows * units * (values["DIM"] + 2) * 4 / min(arriving, max(values["helpers"], 1)) if units > 1 else 0,
         flops=4 * lanes * values["all_rows"] * values["GROUPS"] * slots * values["DIM"],
@@ -141,9 +140,11 @@ def _tree_attention(
     column = tl.arange(0, BLOCK)
     lane_table = table + lane * table_stride
 
-    # Page ids of the program's first split if units are splits, loaded before the lane's lengths are known.
+    # Page ids of the program's first two splits if units are splits, loaded before the lane's lengths are known.
     position = program * BLOCK + column
     page = tl.load(lane_table + position // PAGE_SIZE, mask=position < length, other=0)
+    ahead = (program + programs) * BLOCK + column
+    next_page = tl.load(lane_table + ahead // PAGE_SIZE, mask=ahead < length, other=0)
     lane_begin = begin + lane * begin_lane
     row_begin = tl.load(lane_begin + token * begin_token, mask=live, other=length)
     prefix = tl.load(end + lane)
@@ -184,10 +185,12 @@ def _tree_attention(
         return
 
     block = tl.maximum(first, (first_unit + mine) * unit)
-    if block != program:
+    following = following_block(block, unit, programs)
+    if (block != program) | (unit != 1):
         position = block * BLOCK + column
         page = tl.load(lane_table + position // PAGE_SIZE, mask=position < length, other=0)
-    following = block
+        ahead = following * BLOCK + column
+        next_page = tl.load(lane_table + ahead // PAGE_SIZE, mask=ahead < length, other=0)
     acc, peak, total = partials.empty(ROWS, DIM_PAD)
     while block < last:
         here = block * BLOCK
@@ -207,14 +210,16 @@ def _tree_attention(
         # Loaded as 0 where no row sees it: 0 * NaN would reach the result through the weights.
         place = tl.maximum(page, 0).to(tl.int64) * page_stride + (position % PAGE_SIZE) * slot_stride
         loaded = seen[:, None] & inside[None, :]
-        base = keys + ((tl.program_id(2) + (following >> 31)) % GROUPS).to(tl.int64) * head_stride + channel[None, :]
+        own_keys = keys + ((tl.program_id(2) + (following >> 31)) % GROUPS).to(tl.int64) * head_stride
+        base = own_keys + channel[None, :]
+        # Before the loads of this one: the compiler puts nothing between them and the wait for them.
+        if DIM <= PREFETCHED_CHANNELS and following < last:
+            ahead = following * BLOCK + column
+            rows_ahead = tl.maximum(next_page, 0).to(tl.int64) * page_stride + (ahead % PAGE_SIZE) * slot_stride
+            prefetch_block(own_keys + rows_ahead, side_stride, DIM)
         if not EXACT:
             k = tl.load(base + place[:, None], mask=loaded, other=0.0)
             v = tl.load(base + side_stride + place[:, None], mask=loaded, other=0.0)
-        # The next split of the unit, or the first of the program's next unit.
-        following = tl.where((block + 1) % unit == 0, block + 1 + (programs - 1) * unit, block + 1)
-        ahead = following * BLOCK + column
-        page = tl.load(lane_table + ahead // PAGE_SIZE, mask=ahead < length, other=0)
         if EXACT:
             # Without matrix units operands are in registers, which a whole row does not fit.
             score = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -227,6 +232,10 @@ def _tree_attention(
                 score = tl.dot(q, tl.trans(k), score, input_precision="ieee")
         else:
             score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        page = next_page
+        after_next = following_block(following, unit, programs)
+        ahead = after_next * BLOCK + column
+        next_page = tl.load(lane_table + ahead // PAGE_SIZE, mask=ahead < length, other=0)
         score = partials.capped(score, scale, cap) if CAP else score * scale
         if (here < high) | (here + BLOCK > prefix):
             # Reloaded, from L1. `zero` hides from the compiler that these are the tile's own rows; else it would keep their
@@ -293,6 +302,7 @@ def _tree_attention(
                         tl.debug_barrier()
             acc, peak, total = partials.empty(ROWS, DIM_PAD)
         block = following
+        following = after_next
     if last - first == 1:
         return
 
