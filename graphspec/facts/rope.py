@@ -46,6 +46,11 @@ class RopeFacts:
     mscale_all_dim: float = 0.0
     """By which latent attention corrects its scale, see :func:`graphspec.facts.latent.read_latent`; 0: not at all."""
 
+    @property
+    def query_growth(self) -> tuple[float, int] | None:
+        """``beta`` and ``context`` of :func:`graphspec.kernels.formulas.grown`; None: queries don't grow."""
+        return (self.query_beta, self.original_max_position_embeddings) if self.query_beta else None
+
     def context(self, max_position_embeddings: int) -> int:
         """Positions that a model whose config states ``max_position_embeddings`` was made for, scaling included.
 

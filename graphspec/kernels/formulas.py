@@ -40,6 +40,11 @@ def gelu_mul(x: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
+def grown(position_BT: Tensor, beta: float, context: int) -> Tensor:
+    """Factor of the queries of each token, ``[B, T, 1, 1]`` float32: it grows with each ``context`` positions (Llama 4's scaling)."""
+    return (1 + beta * torch.log(1 + torch.floor(position_BT / context)))[..., None, None]
+
+
 class Rotation(NamedTuple):
     """A table of angles and each token's row of it. Ops look the row up themselves, which saves a launch for gathering."""
 

@@ -21,9 +21,10 @@ from ..kernels.linear.packed import Packed, dequantise, take_rows
 from ..weights.gguf import GgufFile
 from ..weights.quantised import Codes, codes_of
 from .experts import MixtureOfExperts
-from .layers import Embedding, Linear, ParameterShards, set_weight
+from .layers import Embedding, Linear, ParameterShards
 from .packed_weight import PackedWeight, Segment, shard_of, stacked
 from .tensor_files import TensorFile, open_tensors
+from .vocabulary import set_weight
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,12 +13,11 @@ from .experts import DenseAndExperts, MixtureOfExperts
 from .gated_delta import GatedDeltaNet
 from .latent import LatentAttention
 from .layer_inputs import LayerInput, LayerInputVectors
-from .layers import RMSNorm, add, make_parameter
+from .layers import RMSNorm, SelfAttention, add, make_parameter
 from .mamba2 import Mamba2
 from .mlp import DenseMLP, dense_mlp
 from .parallel_layer import ParallelLayer
 from .recurrent_net import RecurrentNet, stack_convolutions
-from .self_attention import SelfAttention
 from .shared_kv import BorrowingAttention, KeyValueAttention
 from .stack import DecoderStack, packing_obstacle
 from .vocabulary import token_embedding, vocabulary_head

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ..kernels.formulas import grown
 from ..kernels.linear.head_product import head_product
 from ..kernels.linear.linear import Hidden
 from .attention import LatentTransform
-from .layers import KernelModule, Linear, ParameterShards, RMSNorm, make_parameter, row_parallel_linear
-from .self_attention import TokenMixer, grown, query_growth
+from .layers import KernelModule, Linear, ParameterShards, RMSNorm, TokenMixer, make_parameter, row_parallel_linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,7 @@ class LatentAttention(TokenMixer, KernelModule):
         assert facts.latent is not None, "a model with latent attention"
         latent = self.latent = facts.latent
         self.layer = layer
-        self.query_growth = query_growth(facts.rope)
+        self.query_growth = facts.rope.query_growth
         heads, query = facts.num_heads, facts.num_heads * (latent.nope_dim + latent.rope_dim)
         bias, size = facts.attention_bias, input_size or facts.hidden_size
         self.qkv_a_proj: Linear | None = None

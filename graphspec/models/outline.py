@@ -10,8 +10,9 @@ from ..facts.quantisation import Quantisation, Scheme
 from ..kernels.linear.packed import CODES, Packed, code_bits
 from .checkpoint import tensor_sources
 from .experts import MixtureOfExperts
-from .layers import Linear, set_weight
+from .layers import Linear
 from .packed_weight import PackedWeight, Segment
+from .vocabulary import set_weight
 
 _GATES = ("gate", "shared_expert_gate")
 """Layers that choose or weigh experts: no published checkpoint quantises them."""

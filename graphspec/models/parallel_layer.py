@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.linear.linear import Hidden, hidden_of
-from .layers import RMSNorm, add
+from .layers import RMSNorm, SelfAttention, add
 from .mamba2 import Mamba2
 from .mlp import MLP
-from .self_attention import SelfAttention
 
 if TYPE_CHECKING:
     from ..facts import ModelFacts

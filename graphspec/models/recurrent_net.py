@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .layers import ParameterShards, make_parameter
+from .layers import ParameterShards, TokenMixer, make_parameter
 from .recurrence import Convolution
-from .self_attention import TokenMixer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from ..kernels.formulas import apply_rope
 from ..kernels.linear.linear import Hidden, hidden_of
-from .layers import Linear, RMSNorm
-from .self_attention import SelfAttention
+from .layers import Linear, RMSNorm, SelfAttention
 
 if TYPE_CHECKING:
     from ..facts import ModelFacts

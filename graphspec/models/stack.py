@@ -12,11 +12,10 @@ from ..kernels import resolve
 from ..kernels.linear.packed import Packed
 from ..plan.buffers import DTYPES
 from .experts import MixtureOfExperts
-from .layers import Embedding, Linear, RMSNorm
+from .layers import Embedding, Linear, RMSNorm, SelfAttention
 from .mlp import MLP, GeluMLP
 from .packed_weight import PackedWeight
 from .recurrent_net import RecurrentNet
-from .self_attention import SelfAttention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

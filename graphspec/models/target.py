@@ -15,7 +15,7 @@ from ..facts.layouts import PREDICTION_HEADS, TensorRule
 from ..plan.own_modules import check_own_modules
 from .checkpoint import Checkpoint, Progress, fill, tensor_sources
 from .decoder import Decoder
-from .layers import set_weight
+from .vocabulary import set_weight
 
 if TYPE_CHECKING:
     from pathlib import Path

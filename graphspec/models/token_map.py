@@ -13,9 +13,10 @@ from ..config.checks import LONG, brief
 from ..errors import CheckpointError, ConfigError
 from ..facts.files import plain, require_file
 from ..facts.keys import is_integer
-from .layers import Linear, set_weight
+from .layers import Linear
 from .packed_weight import PackedWeight
 from .tensor_files import load_pickle, open_tensors
+from .vocabulary import set_weight
 
 if TYPE_CHECKING:
     from ..facts import DraftFacts

@@ -1,4 +1,4 @@
-"""Embedding and language-model head, whole or divided among ranks by token."""
+"""Embedding and language-model head, whole or divided among ranks by token, and the weights that they share."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from .layers import Embedding, Linear, ParameterShards, ShardedModule
 if TYPE_CHECKING:
     from ..facts import ModelFacts
     from ..facts.sharding import Sharding
+    from .packed_weight import PackedWeight
 
 
 class VocabParallelEmbedding(Embedding, ShardedModule):
@@ -91,3 +92,15 @@ def sharded_head(network: object) -> VocabParallelLinear | None:
     """The head of ``network``, its own or the target's, if ranks have a part of it each; None: its logits are whole."""
     modules = network.modules() if isinstance(network, nn.Module) else ()
     return next((module for module in modules if isinstance(module, VocabParallelLinear)), None)
+
+
+def set_weight(module: Linear | Embedding, weight: nn.Parameter | PackedWeight, stored: torch.dtype | None = None) -> None:
+    """Give a layer its weight.
+
+    Args:
+        module: whose weight is replaced.
+        weight: numbers or codes; layers may share one.
+        stored: the 16-bit dtype in which a checkpoint has the numbers; None: it has another.
+    """
+    del module.weight
+    module.weight, module.stored = weight, stored

@@ -16,8 +16,8 @@ from graphspec.kernels.linear.fused.linear_tune import tune
 from graphspec.kernels.linear.fused.packed_linear import packed_linear
 from graphspec.kernels.linear.fused.sum_squares import sum_squares as fused_squares
 from graphspec.kernels.linear.linear import linear as reference
+from graphspec.kernels.linear.linear import sum_squares
 from graphspec.kernels.linear.packed import dequantise
-from graphspec.kernels.linear.sum_squares import sum_squares
 from tests.kernels.cases import cases_of
 from tests.support.float_law import assert_float_law, widened
 

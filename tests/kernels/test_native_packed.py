@@ -17,9 +17,10 @@ from graphspec.kernels import native
 from graphspec.kernels.linear.packed import CODES, Packed, dequantise
 from graphspec.kernels.native import cycle, pack_codes, pack_linear, pack_segments
 from graphspec.models.decoder import Decoder
-from graphspec.models.layers import Embedding, Linear, set_weight
+from graphspec.models.layers import Embedding, Linear
 from graphspec.models.packed_weight import PackedWeight
 from graphspec.models.stack import pack_network
+from graphspec.models.vocabulary import set_weight
 from tests.kernels.test_native_stack import PLAN, facts, fill, scene
 from tests.support.checkpoints import build_hf, write_hf
 from tests.support.instruction_sets import use_products_for

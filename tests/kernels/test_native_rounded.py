@@ -19,9 +19,10 @@ from graphspec.errors import ConfigError
 from graphspec.kernels import native
 from graphspec.kernels.linear.packed import CODES, Packed, dequantise
 from graphspec.kernels.native import cycle, experts, pack_codes, pack_segments, roundable
-from graphspec.models.layers import Linear, set_weight
+from graphspec.models.layers import Linear
 from graphspec.models.packed_weight import PackedWeight
 from graphspec.models.stack import round_activations
+from graphspec.models.vocabulary import set_weight
 from perf.committed_logits import committed
 from tests.kernels.test_native_packed import PARTS, draw, mixed, multiply
 from tests.support.checkpoints import build_hf, write_hf

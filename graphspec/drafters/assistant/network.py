@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from ...kernels.linear.linear import ResidualStream
 from ...kernels.sampling.topk import stable_topk
 from ...models.decoder import DecoderLayer, find_rotations, make_rotaries, scale_embedding
-from ...models.layers import Embedding, Linear, RMSNorm, make_parameter
-from ...models.self_attention import SelfAttention
+from ...models.layers import Embedding, Linear, RMSNorm, SelfAttention, make_parameter
 from ...models.vocabulary import vocabulary_head
 
 if TYPE_CHECKING:

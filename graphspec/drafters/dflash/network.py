@@ -14,8 +14,7 @@ from ...kernels.linear.linear import Hidden, ResidualStream, hidden_of
 from ...models.attention import HeadTransform
 from ...models.checkpoint import Checkpoint, Progress
 from ...models.decoder import DecoderLayer
-from ...models.layers import Embedding, Linear, RMSNorm
-from ...models.self_attention import SelfAttention
+from ...models.layers import Embedding, Linear, RMSNorm, SelfAttention
 from ..heads.network import DraftNetwork
 from ..heads.tensors import check_kind, fill_head, read_vocab_map, settle_decoder
 

@@ -20,8 +20,7 @@ from .facts import LONGEST_BLOCK, assumed_facts, default_layers
 from .network import DFlashDraft, dflash_layout
 
 if TYPE_CHECKING:
-    from ...models.layers import RMSNorm
-    from ...models.self_attention import SelfAttention
+    from ...models.layers import RMSNorm, SelfAttention
 
 
 @dataclass

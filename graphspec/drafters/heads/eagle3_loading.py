@@ -13,7 +13,7 @@ from ...errors import CheckpointError
 from ...facts.layouts import Layout, TensorRule, decoder_rules
 from ...models.checkpoint import Checkpoint, Progress
 from ...models.decoder import Decoder
-from ...models.layers import set_weight
+from ...models.vocabulary import set_weight
 from .eagle3_network import Eagle3Draft
 from .tensors import check_kind, fill_head, read_vocab_map, settle, settle_decoder
 

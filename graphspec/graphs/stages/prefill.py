@@ -220,7 +220,7 @@ class DraftPrefill:
 
     def __init__(self, build: Build, bound: Mapping[int | None, BoundCall]) -> None:
         assert build.draft is not None, "a draft network"
-        self.plan, self.kernels = build.plan, build.kernels
+        self.plan, self.kernels, self.for_drafts = build.plan, build.kernels, build.kernels.for_drafts
         self.network: DraftModel = build.draft
         self.shift = build.plan.variant.shift
         features = ("window_feature_RAcF", *(("page_feature",) if self.plan.keeps_page_features else ())) if self.plan.feature_width else ()
@@ -266,6 +266,6 @@ class DraftPrefill:
         begin_BT = torch.full_like(slot_BT, self.shift)
         position_BT, valid_BT, slot_BT, begin_BT = self.kernels.stored([slot_BT - self.shift, valid_BT, slot_BT, begin_BT])
         return ChunkAttention(
-            self.kernels.for_drafts, pool, chunk.table_BP, position_BT, rope_length_BT - self.shift, valid_BT, slot_BT, begin_BT,
+            self.for_drafts, pool, chunk.table_BP, position_BT, rope_length_BT - self.shift, valid_BT, slot_BT, begin_BT,
             self.bound, further_pools=tuple(further_pools),
         )  # fmt: skip

@@ -189,6 +189,7 @@ class NetworkStage(Stage):
         super().__init__(build)
         assert build.draft is not None, "a draft stage needs a draft network"
         self.draft: DraftModel = build.draft
+        self.for_drafts = build.kernels.for_drafts
         self.shift = build.plan.variant.shift
         self.pools = draft_pools(self.plan)
         featured = self.plan.feature_width > 0
@@ -221,7 +222,7 @@ class NetworkStage(Stage):
             window = self.kernels.own_window(v.lane_table_BP, self.plan.page_size, *own_window)
         pool, *further_pools = v.several(self.pools)
         return TreeAttention(
-            kernels=self.kernels.for_drafts,
+            kernels=self.for_drafts,
             kv_pool=pool,
             table_BP=v.lane_table_BP,
             position_BT=position_BT,

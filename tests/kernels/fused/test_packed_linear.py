@@ -27,8 +27,9 @@ from graphspec.kernels.linear.fused.packed_linear import (
 from graphspec.kernels.linear.linear import ResidualStream
 from graphspec.kernels.linear.packed import CODES, Packed, code_bits, dequantise
 from graphspec.kernels.op import Signature
-from graphspec.models.layers import Linear, RMSNorm, set_weight
+from graphspec.models.layers import Linear, RMSNorm
 from graphspec.models.packed_weight import PackedWeight
+from graphspec.models.vocabulary import set_weight
 from tests.kernels.fused.test_aot import COMMITTED
 from tests.kernels.proof.linear import AOT, FORMATS
 

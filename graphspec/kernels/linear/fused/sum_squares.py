@@ -1,4 +1,4 @@
-"""Launcher of :mod:`graphspec.kernels.linear.sum_squares`: a program per row, whose order of summation follows from the width."""
+"""Launcher of :func:`graphspec.kernels.linear.linear.sum_squares`: a program per row, whose order of summation follows from the width."""
 
 from __future__ import annotations
 
