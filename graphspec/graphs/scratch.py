@@ -110,11 +110,17 @@ def _op_scratch(name: str, sizes: tuple[tuple[str, int], ...], numerics: str, gi
 
 @functools.lru_cache(maxsize=4096)
 def _linear(
-    rows: int, outputs: int, inputs: int, dtype: str, numerics: str, norm: bool, gated: bool, added: bool, wide: bool, low: bool = False
-) -> int:
-    """``low``: of a weight in low precision, whose numbers are scratch where the library multiplies. As if they were one segment."""
+    rows: int, outputs: int, inputs: int, dtype: str, numerics: str, norm: bool, gated: bool, added: bool, wide: bool, low: bool = False,
+    narrow: bool = True,
+) -> int:  # fmt: skip
+    """``low``: of a weight in low precision, whose numbers are scratch where the library multiplies. As if they were one segment.
+
+    ``narrow``: tiles may be, as of :func:`graphspec.kernels.linear.fused.linear_choice.invariant_config`.
+    """
     choice = importlib.import_module("graphspec.kernels.linear.fused.linear_choice")
-    config = choice.LinearTable().choose(choice.LinearShape(rows, outputs, inputs, dtype, norm, gated, added, False, wide), numerics)
+    config = choice.LinearTable().choose(
+        choice.LinearShape(rows, outputs, inputs, dtype, norm, gated, added, False, wide), numerics, narrow
+    )
     if config is None:
         return outputs * inputs * getattr(torch, dtype).itemsize if low else 0
 
@@ -158,7 +164,7 @@ def _network(plan: Plan, model: ModelFacts, rows: int) -> Iterator[Call]:
         heads = model.heads(layer)
         query, parts = model.num_heads * heads.dim, 1 if heads.keys_are_values else 2 if model.keeps(layer) or not model.layer_heads else 0
         entering = (2 if model.family.attention_gate else 1) * query + parts * heads.count * heads.dim
-        yield _linear, (rows, entering, hidden, *kind, normed, False, False, False, low)
+        yield _linear, (rows, entering, hidden, *kind, normed, False, False, False, low, False)
         yield _linear, (rows, hidden, query, *kind, False, False, added, False, low)
     if model.layer_inputs is not None:
         width = model.layer_inputs.width
