@@ -242,6 +242,11 @@ class KernelOp:
         """Names of all implementations, the reference first."""
         return ("reference", *self.implementations)
 
+    @property
+    def fused_names(self) -> tuple[str, ...]:
+        """Names of the implementations by fused kernels, for either numerics."""
+        return tuple(name for name in ("fused", "invariant") if name in self.implementations)
+
     def fused_name(self, numerics: str) -> str:
         """Name of the implementation that a fused cycle runs under these numerics."""
         if numerics == "batch_invariant" and "invariant" in self.implementations:

@@ -257,13 +257,16 @@ def merging_calls(lanes: int) -> list[Merging]:
     def fused(name: str) -> Callable[..., Any]:
         return op[name].implementation("fused")
 
-    # Up to 8 rows only products with a norm are split in fast numerics, and of Llama-3.1-8B's gated one every tile is a program's own.
+    # Up to 8 rows only products with a norm are split in fast numerics, and of Llama-3.1-8B's gated one every tile is a program's own. Under
+    # the law its products without a norm are not split either.
     split = {
         "qkv": (6144, 4096, ("norm",), (("fast", lanes), ("fast", 2 * lanes), ("batch_invariant", lanes))),
-        "o": (4096, 4096, ("residual",), (("fast", 16), ("batch_invariant", lanes))),
+        "o": (4096, 4096, ("residual",), (("fast", 16),)),
+        "o of Llama-3.2-1B": (2048, 2048, ("residual",), (("batch_invariant", lanes),)),
         "gate-up of Llama-3.2-3B": (16384, 3072, ("norm", "gated"), (("fast", lanes),)),
-        "EAGLE-3's fc": (4096, 12288, (), (("fast", 16), ("batch_invariant", lanes))),
-        "down": (4096, 14336, ("residual",), (("fast", 16), ("batch_invariant", lanes))),
+        "EAGLE-3's fc": (4096, 12288, (), (("fast", 16),)),
+        "down": (4096, 14336, ("residual",), (("fast", 16),)),
+        "down of Qwen3.6-27B": (5120, 17408, ("residual",), (("batch_invariant", lanes),)),
     }
     products = [
         Merging(f"linear {name}, {numerics}, {count} rows", fused_linear(numerics), _linear(count, outputs, inputs, *how))

@@ -11,9 +11,10 @@ from tests.kernels.cases import cases_of
 def main() -> None:
     for op in OPS:
         case = cases_of(op, torch.Generator().manual_seed(0))[0]
-        op.call(op.implementation("fused"), {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in case.items()})
-        torch.cuda.synchronize()
-        print(op.name)
+        for name in op.fused_names:
+            op.call(op.implementation(name), {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in case.items()})
+            torch.cuda.synchronize()
+            print(op.name, name)
 
 
 if __name__ == "__main__":

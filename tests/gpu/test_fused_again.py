@@ -17,7 +17,8 @@ from tests.kernels.cases import cases_of
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 DEVICE = torch.device("cuda", 0)
-BY_OP = [pytest.param(op, id=op.name) for op in OPS]
+KERNELS = [(op, name) for op in OPS for name in op.fused_names]
+BY_KERNEL = [pytest.param(op, name, id=f"{op.name}-{name}") for op, name in KERNELS]
 LAUNCHES = 200
 LANES = (1, 8)
 MERGING = [pytest.param(call, id=f"b{lanes}-{call.name}") for lanes in LANES for call in merging_calls(lanes)]
@@ -36,9 +37,9 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(words[tensor.element_size()]) if tensor.is_floating_point() else tensor
 
 
-def outputs(op: KernelOp, case: Case) -> list[Tensor]:
-    """Results, and what the op has written."""
-    result = op.call(op.implementation("fused"), case)
+def outputs(op: KernelOp, name: str, case: Case) -> list[Tensor]:
+    """Results of an implementation, and what it has written."""
+    result = op.call(op.implementation(name), case)
     results = () if result is None else result if isinstance(result, tuple) else (result,)
     return [*results, *(case[name] for name in op.mutates if case[name] is not None)]
 
@@ -49,12 +50,12 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
         assert torch.equal(bits(f), bits(e))
 
 
-@pytest.mark.parametrize("op", BY_OP)
-def test_the_same_bits_every_time(op: KernelOp) -> None:
+@pytest.mark.parametrize(("op", "name"), BY_KERNEL)
+def test_the_same_bits_every_time(op: KernelOp, name: str) -> None:
     for case in cases_of(op, torch.Generator().manual_seed(5)):
-        expected = outputs(op, on_gpu(case))
+        expected = outputs(op, name, on_gpu(case))
         for _ in range(LAUNCHES):
-            assert_same(outputs(op, on_gpu(case)), expected)
+            assert_same(outputs(op, name, on_gpu(case)), expected)
     assert not semaphores(DEVICE, 1).any()
 
 
@@ -96,17 +97,17 @@ def assert_replays(everything: Callable[[], list[list[Tensor]]], expected: list[
 
 def test_all_of_them_in_sequence_in_one_graph(programmatic: bool) -> None:
     """They share counters, and with programmatic launch each begins while the one before it still runs."""
-    cases = [(op, case) for op in OPS for case in cases_of(op, torch.Generator().manual_seed(6))]
+    cases = [(op, name, case) for op, name in KERNELS for case in cases_of(op, torch.Generator().manual_seed(6))]
     with launching(LaunchState()):
-        expected = [outputs(op, on_gpu(case)) for op, case in cases]
-    fresh, used = ([on_gpu(case) for _, case in cases] for _ in range(2))
+        expected = [outputs(op, name, on_gpu(case)) for op, name, case in cases]
+    fresh, used = ([on_gpu(case) for _, _, case in cases] for _ in range(2))
 
     def everything() -> list[list[Tensor]]:
         for source, target in zip(fresh, used, strict=True):
             for key, value in source.items():
                 if isinstance(value, Tensor):
                     target[key].copy_(value)
-        return [outputs(op, case) for (op, _), case in zip(cases, used, strict=True)]
+        return [outputs(op, name, case) for (op, name, _), case in zip(cases, used, strict=True)]
 
     assert_replays(everything, expected, LAUNCHES // 4)
 

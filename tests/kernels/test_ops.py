@@ -27,9 +27,8 @@ from tests.support.fake_cuda import NoHostTraffic, load_cuda_guard
 from tests.support.float_law import assert_float_law, widened
 from tests.support.interpreter import interpreter_warnings
 
-FUSED = ("fused", "invariant")
 PAIRS = [
-    pytest.param(op, name, id=f"{op.name}-{name}", marks=[pytest.mark.kernels, *interpreter_warnings(op)] if name in FUSED else [])
+    pytest.param(op, name, id=f"{op.name}-{name}", marks=[pytest.mark.kernels, *interpreter_warnings(op)] if name in op.fused_names else [])
     for op in OPS
     for name in op.implementations
 ]
@@ -141,7 +140,7 @@ def test_a_call_with_wrong_arguments_is_refused() -> None:
             take_last.flatten(arguments, named)
 
 
-@pytest.mark.parametrize(("op", "name"), [param for param in PAIRS if param.values[1] in FUSED and "linear" not in param.values[0].name])
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in op.fused_names if "linear" not in op.name])
 def test_fakes_of_operators_are_the_results_of_the_reference(op: KernelOp, name: str) -> None:
     """A fused linear layer is no operator itself: it chooses one."""
     for case in cases(op):

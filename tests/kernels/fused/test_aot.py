@@ -31,7 +31,7 @@ def test_nothing_in_the_table_spills() -> None:
 
 
 def test_every_fused_op_is_in_the_table() -> None:
-    places = [place for op in OPS for name, place in op.implementations.items() if name in ("fused", "invariant")]
+    places = [op.implementations[name] for op in OPS for name in op.fused_names]
     files = {place.partition(":")[0].rpartition(".")[2] for place in places}
     # Two ops in one launch.
     assert files | {"linear_kv_write"} == {name.partition("/")[0] for name in COMMITTED["kernels"]}

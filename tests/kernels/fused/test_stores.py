@@ -20,12 +20,7 @@ from tests.support.interpreter import interpreter_warnings
 
 ROOT = Path(__file__).resolve().parents[3]
 
-FUSED = [
-    pytest.param(op, name, id=f"{op.name}-{name}", marks=interpreter_warnings(op))
-    for op in OPS
-    for name in op.implementations
-    if name in ("fused", "invariant")
-]
+FUSED = [pytest.param(op, name, id=f"{op.name}-{name}", marks=interpreter_warnings(op)) for op in OPS for name in op.fused_names]
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="watches the interpreter")
 
