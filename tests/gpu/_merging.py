@@ -257,8 +257,8 @@ def merging_calls(lanes: int) -> list[Merging]:
     def fused(name: str) -> Callable[..., Any]:
         return op[name].implementation("fused")
 
-    # Up to 8 rows only products with a norm are split in fast numerics, and of Llama-3.1-8B's gated one every tile is a program's own. Under
-    # the law its products without a norm are not split either.
+    # Up to 8 rows only products with a norm are split in fast numerics, and of Llama-3.1-8B's gated one every tile is a program's own.
+    # Under the law its products without a norm are not split either.
     split = {
         "qkv": (6144, 4096, ("norm",), (("fast", lanes), ("fast", 2 * lanes), ("batch_invariant", lanes))),
         "o": (4096, 4096, ("residual",), (("fast", 16),)),
