@@ -116,8 +116,8 @@ def graph() -> str:
     return f"replay: host {host:.1f} us, marks {1e3 * marks[0].elapsed_time(marks[1]):.1f} us apart"
 
 
-def kernel(name: str) -> str:
-    """The fused op against its reference, on its first case."""
+def kernel(name: str, implementation: str) -> str:
+    """An op's implementation against its reference, on its first case."""
     import torch
 
     from tests.kernels.cases import cases_of
@@ -134,7 +134,7 @@ def kernel(name: str) -> str:
         return [t[:, :, 1:] if t.dim() == 6 else t for t in tensors]
 
     worst = 0.0
-    for number, (found, expected) in enumerate(zip(run(op.implementation("fused")), run(op.reference), strict=True)):
+    for number, (found, expected) in enumerate(zip(run(op.implementation(implementation)), run(op.reference), strict=True)):
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype), f"result {number}: {found.dtype} {list(found.shape)}"
         if not found.is_floating_point():
             different = int((found != expected).sum())
@@ -257,8 +257,9 @@ def all_probes() -> dict[str, Callable[[], str]]:
     found["engine-classes"], found["engine-defaults"] = classes, defaults
     found["engine-ahead"] = partial(engine, "chain", "reference", cycles_in_flight=3)
     found["profiler"] = profiler
-    for op in (op for op in OPS if "fused" in op.names):
-        found[f"{KERNEL}{op.name}"] = partial(kernel, op.name)
+    for op in OPS:
+        for implementation in op.fused_names:
+            found[f"{KERNEL}{op.name}{'' if implementation == 'fused' else '-law'}"] = partial(kernel, op.name, implementation)
     return found
 
 

@@ -72,7 +72,11 @@ def test_ranks_together_have_the_logits_of_transformers(name: str, size: int, tm
     with torch.inference_mode():
         theirs, exact = (each(token_BT, output_hidden_states=True) for each in (model, in_float64(model)))
     assert_float_law(logits, theirs.logits, exact.logits)
-    assert torch.equal(logits.argmax(-1), theirs.logits.argmax(-1))
+    # Two tokens may be closer than float32 tells apart, and which of them leads then depends on the processor.
+    first, second = exact.logits.topk(2).values.unbind(-1)
+    apart = first - second > 1e-5
+    assert apart.sum() >= apart.numel() - 1
+    assert torch.equal(logits.argmax(-1)[apart], theirs.logits.argmax(-1)[apart])
 
 
 @pytest.mark.parametrize("name", ["biases-tied", "fused-tensors", "experts", "latent", "sinks-and-biased-experts"])
