@@ -30,7 +30,9 @@ def blocks_in_turn(blocks: int, unit: int, programs: int) -> int:
 
 
 def round_trips(in_turn: int, channels: int) -> float:
-    """Round trips to memory that these blocks expose: two blocks are on their way at a time, if the next one is prefetched."""
+    """Round trips to memory that these blocks expose. Two blocks are on their way at a time if the next one is prefetched: a round trip is
+    then assumed to serve both.
+    """
     return (in_turn + 1) / 2 if channels <= PREFETCHED_CHANNELS.value else in_turn
 
 

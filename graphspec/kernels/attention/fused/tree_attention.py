@@ -3,9 +3,9 @@
 Rows of a tile are ``token x query head`` of one key/value head, so the heads of a group share loads. Tile and block sizes depend on head
 dimension and dtype only, never on T, the batch or the table width.
 
-A split is one block of slots. The page ids of a program's first split are loaded together with the lane's lengths, and those of each later
-split while the one before it is computed; keys and values of a whole split are in flight before its arithmetic starts. So a program waits
-for two dependent round trips: page ids and lengths; keys and values.
+A split is one block of slots. The page ids of a program's first two splits are loaded together with the lane's lengths, and those of each
+later split two splits ahead (:mod:`._blocks`); keys and values of a whole split are in flight before its arithmetic starts. So a program
+waits for two dependent round trips: page ids and lengths; keys and values.
 
 Slots are reduced in an order fixed by slot number: softmax within a split, a sequential fold of the splits of a run (``RUN`` slots), a fold
 of the runs of a stretch (``STRETCH`` slots), and a fold of stretches. The assignment to programs is free: a unit of work is a split, or a
