@@ -152,6 +152,9 @@ class TrainConfig:
     work: str | None = None
     """Folder of intermediate files, from which an interrupted run resumes; runs for one target on the same data may share it. null: the
     path of ``out`` followed by ``.work``."""
+    start_from: str | None = None
+    """A published draft of the same variant for the same target whose weights the run begins with: a folder, or a name on the Hub. It may
+    have any layout and low precision; ``train.network`` is as it says. P-EAGLE may start from an EAGLE-3 head. null: a new network."""
     resume: bool = True
     """Resume from the checkpoint in ``work``, if there is one; false: start again."""
     steps: int | None = None
@@ -205,7 +208,7 @@ class TrainConfig:
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
 
     def __post_init__(self) -> None:
-        check_fields(self, "train", paths=("held_out", "out", "work"))
+        check_fields(self, "train", paths=("held_out", "out", "work", "start_from"))
         self.data = list(self.data) if isinstance(self.data, list | tuple) else [self.data]
         read_sources(self.data)
         for group in (self.text, self.acceptance):

@@ -39,7 +39,7 @@ def model_folder(path: str, revision: str | None = None) -> Path:
     if not user_path("model.path", path).exists() and (package / "lab" / "predict" / "models" / path / "config.json").is_file():
         expected = "a folder with a checkpoint; of this model only the shape comes with the package"
         raise ConfigError("model.path", expected, repr(path), "graphspec plan takes it as it is")
-    return _existing("model.path", checkpoint_folder("model.path", path, revision))
+    return named_folder("model.path", path, revision)
 
 
 def draft_folder(config: Config, variant: Variant, target: Path) -> Path:
@@ -56,7 +56,7 @@ def draft_folder(config: Config, variant: Variant, target: Path) -> Path:
     """
     draft = config.variant.draft
     if draft is not None:
-        return _existing("variant.draft", checkpoint_folder("variant.draft", draft, config.variant.draft_revision))
+        return named_folder("variant.draft", draft, config.variant.draft_revision)
     if (shipped := shipped_draft(config.model.path, target, variant)) is not None:
         return shipped
     if variant.draft_in_target:
@@ -87,6 +87,16 @@ def _heads(path: str) -> dict[str, Path]:
     """Folders of drafts for a published model, by variant, whether it goes by its short name or by that on the Hub."""
     rows = [row for name, row in published().items() if path in (name, row.hub)]
     return {variant: Path(str(files("graphspec"))) / folder for row in rows for variant, folder in row.drafts.items()}
+
+
+def named_folder(key: str, path: str, revision: str | None = None) -> Path:
+    """The folder of a checkpoint that is given as a folder, a file, or by its name on the Hub.
+
+    Raises:
+        ConfigError: as :func:`graphspec.facts.hub.checkpoint_folder`.
+        CheckpointError: no such folder.
+    """
+    return _existing(key, checkpoint_folder(key, path, revision))
 
 
 def _existing(key: str, folder: Path) -> Path:

@@ -26,6 +26,7 @@ from . import loop
 from .cached import CachedTarget
 from .drafter import Drafter, NetworkConfig, Target, network_of, trained_variants
 from .loop import Watch, unwatched
+from .start import Start
 
 BITS = (
     "lr", "adamw_lr", "schedule", "warmup", "cooldown", "restarts", "clip", "dtype", "compile", "seed",
@@ -245,11 +246,14 @@ def draft_losses(
 
 
 def train_draft(
-    recipe: Recipe, model: PreTrainedModel, texts: Texts, work: Path, watch: Watch = unwatched
+    recipe: Recipe, model: PreTrainedModel, texts: Texts, work: Path, watch: Watch = unwatched, start: Start | None = None
 ) -> tuple[Drafter, dict[str, Any]]:
     """Train on the model's device, resuming from the checkpoint in ``work``; returns the trained network and its figures.
 
+    ``start``: the draft that a new run begins with, whose settings are those of ``recipe``.
+
     Raises:
+        CheckpointError: as :meth:`graphspec.train.start.Start.fill`.
         ConfigError: no text for a phase, a phase beyond the target's context, or what :func:`graphspec.train.loop.run` raises.
     """
     config = recipe.train
@@ -259,7 +263,9 @@ def train_draft(
         raise ConfigError("train.sequence_length", f"sequences within the target's context of {context} tokens", longest)
     target, device = Target(model), next(model.parameters()).device
     torch.manual_seed(config.seed)
-    drafter = network_of(recipe.variant).build(model, recipe.network(), texts.counts(model.config.vocab_size)).to(device)
+    drafter = network_of(recipe.variant).build(model, recipe.network(), texts.counts(model.config.vocab_size))
+    begins_with = None if start is None else start.fill(drafter, model)
+    drafter.to(device)
     if config.dtype == "bfloat16":
         target.store_products(torch.bfloat16)
     eager = target.view, draft_losses
@@ -292,7 +298,7 @@ def train_draft(
         losses, hits = means.tolist()
         return {"loss": [round(x, 4) for x in losses], "agreement": [round(x, 4) for x in hits]}
 
-    job = loop.Job(recipe.variant, drafter, drafter.unmixed, loss, recipe.settings(), describe)
+    job = loop.Job(recipe.variant, drafter, drafter.unmixed, loss, {**recipe.settings(), "start_from": begins_with}, describe)
     try:
         trained = loop.run(job, config, work, watch)
     finally:

@@ -31,9 +31,11 @@ from ..facts.families import all_families
 from ..facts.files import MAX_CONFIG, read_json
 from ..facts.gguf_model import weights_files
 from ..facts.layouts import Layout
+from ..facts.model import ModelFacts
 from ..facts.quantisation import read_quantisation
 from ..models.checkpoint import Checkpoint, tensor_sources
 from ..models.layers import Linear, RMSNorm
+from ..models.packed_weight import PackedWeight
 from .attention import KeyValues, SequenceAttention
 from .facts import is_hybrid
 
@@ -119,6 +121,8 @@ class Drafter(nn.Module):
     """Whether it can be trained for targets with recurrent layers."""
     feeds_feature: bool = False
     """Whether its hidden state predicts the target's feature of the next position, so that the distance can be part of the loss."""
+    starts_from: ClassVar[tuple[str, ...]] = ()
+    """Other variants whose published drafts its training may start from."""
     config: Any
     """The settings that it was built with, a :attr:`Settings`."""
 
@@ -166,8 +170,33 @@ class Drafter(nn.Module):
             draft.start_from(target, counts_V)
         return draft
 
+    @classmethod
+    @abstractmethod
+    def settings_of(cls, facts: Any, target: ModelFacts) -> dict[str, Any]:
+        """The :attr:`Settings` that build the network of a published draft, of this variant or one of :attr:`starts_from`.
+
+        Raises:
+            CheckpointError: no settings do.
+        """
+
     def start_from(self, target: PreTrainedModel, counts_V: Tensor | None) -> None:
         """Initialise the parameters that don't start as small random numbers, under ``no_grad``."""
+
+    def adopt(self, published: nn.Module) -> set[str]:
+        """Take the weights of a loaded network that this one has, under ``no_grad``: the inverse of :meth:`published`; returns their names.
+        Those that it lacks, or has from the target, stay as they started.
+        """
+        taken = set()
+        for name, parameter in self.network.named_parameters():
+            if (found := weight_of(published, name)) is None:
+                continue
+            owner = self.network.get_submodule(name.rpartition(".")[0])
+            scaled = hasattr(owner, "input_scale") and parameter.ndim == 2
+            parameter.copy_(found.view_as(parameter) / (owner.get_buffer("input_scale") if scaled else 1.0))
+            taken.add(name)
+        if (ids := self.target_ids()) is not None:
+            ids.copy_(published.get_buffer("target_token_Vd"))
+        return taken
 
     def anchors(self, rows: int, turn: int) -> Tensor:
         """The rows, out of ``rows``, that draft in training step ``turn``: int64 ``[A]``, ascending."""
@@ -208,6 +237,22 @@ def named_tensors(network: nn.Module, layout: Layout) -> dict[str, Tensor]:
         rows = owner.stored_parts if isinstance(owner, Linear) and len(sources) > 1 else [len(tensor)]
         named |= dict(zip(sources, tensor.split(list(rows)), strict=True))
     return named
+
+
+def stored_names(network: nn.Module) -> list[str]:
+    """The weights of a loaded network that are its own."""
+    names = [name for name, parameter in network.named_parameters() if not parameter.is_meta]
+    return names + [name for name, module in network.named_modules() if isinstance(module, PackedWeight)]
+
+
+def weight_of(network: nn.Module, name: str) -> Tensor | None:
+    """A weight of a loaded network as float32 numbers; None: it has none of this name, or it is the target's."""
+    owner: Any = network
+    for part in name.split("."):
+        owner = getattr(owner, part, None)
+    if isinstance(owner, PackedWeight):
+        return owner.dequantise()
+    return owner.detach() if isinstance(owner, Tensor) and not owner.is_meta else None
 
 
 def start_small(network: nn.Module, std: float = 0.02) -> None:

@@ -100,6 +100,11 @@ def sized(decoder: ModelFacts, intermediate_size: int | None, layers: int = 1) -
     return replace(decoder, intermediate_size=width, num_layers=layers, sliding_window=(None,) * layers)
 
 
+def width_of(decoder: ModelFacts, target: ModelFacts) -> int | None:
+    """The width that :func:`sized` takes for MLPs like these; None: the target's."""
+    return None if decoder.intermediate_size == target.intermediate_size else decoder.intermediate_size
+
+
 def plain_facts(target: PreTrainedModel, architecture: str, decoder: ModelFacts, **more: object) -> dict[str, object]:
     """``config.json`` of a draft of plain layers in the target's width: its sizes, no biases, and ``more``."""
     return decoder_facts(target) | {

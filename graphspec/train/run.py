@@ -9,7 +9,7 @@ export      OUT/config.json, OUT/model.safetensors, ...        the checkpoint
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,11 @@ from .acceptance import held_out_prompts, measure_acceptance
 from .checkpoint import write_json
 from .conversations import pack
 from .draft import Chats, Recipe, Texts, train_draft
-from .drafter import load_target, network_of
+from .drafter import load_target, network_of, trained_variants
 from .export import OUT, export_draft, size_in_megabytes
 from .generate import generate_text, text_sets
 from .loop import Watch, unwatched
+from .start import Start
 from .texts import Documents, encode
 from .written import Gathered, gather
 
@@ -47,7 +48,11 @@ def run(config: LaunchConfig, watch: Watch = unwatched) -> dict[str, Any]:
         ResourceError: too little memory.
         KeyboardInterrupt: on Ctrl-C, after a checkpoint.
     """
-    train, recipe = config.train, Recipe(resolve_variant(config.variant.name).name, config.train)
+    variant, train, start = resolve_variant(config.variant.name).name, config.train, None
+    if train.start_from is not None and variant in trained_variants():
+        start = Start.read(variant, train.start_from, model_folder(config.model.path, config.model.revision))
+        train = replace(train, network=start.network_settings(train.network))
+    recipe = Recipe(variant, train)
     if not train.data:
         raise ConfigError(
             "train.data", "text files, conversations or self", "none", "train.data=self, train.data=[folder,file.txt,chats.jsonl]"
@@ -63,7 +68,7 @@ def run(config: LaunchConfig, watch: Watch = unwatched) -> dict[str, Any]:
     folder = model_folder(config.model.path, config.model.revision)
     hybrids = network_of(recipe.variant).reads_hybrids
     model = load_target(folder, dtype if dtype == "auto" else getattr(torch, str(dtype)), device, hybrids=hybrids)
-    return record(recipe.variant, _draft(config, recipe, model, folder, documents, work, out, watch), asdict(train), out)
+    return record(recipe.variant, _draft(config, recipe, model, folder, documents, work, out, watch, start), asdict(train), out)
 
 
 def record(name: str, figures: dict[str, Any], config: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -121,6 +126,7 @@ def _draft(
     work: Path,
     out: Path,
     watch: Watch,
+    start: Start | None,
 ) -> dict[str, Any]:
     train, tokenizer, ends = recipe.train, Tokenizer(folder), model.config.eos_token_id
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else ends[0] if isinstance(ends, list) else ends
@@ -135,7 +141,7 @@ def _draft(
     chats = [Chats(entry.share, {length: pack(entry.train, length) for length in lengths}) for entry in gathered]
     texts = Texts(streams.train, generate_text(config, text_sets(train), context, streams.train, work, watch), chats)
     model.to(device)
-    drafter, figures = train_draft(recipe, model, texts, work, watch)
+    drafter, figures = train_draft(recipe, model, texts, work, watch, start)
     export_draft(drafter, model, out, folder)
     # So does the engine that measures.
     model.to("cpu")

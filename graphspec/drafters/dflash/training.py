@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...config.checks import INT32_MAX, ascending, in_range
+from ...facts.model import ModelFacts
 from ...train.attention import SequenceAttention
-from ...train.drafter import NetworkConfig, begin_stream, feature_scale, named_tensors, shared_with
-from ...train.facts import plain_facts, sized, tapped_layers, target_facts
+from ...train.drafter import NetworkConfig, begin_stream, feature_scale, named_tensors, shared_with, stored_names
+from ...train.facts import plain_facts, sized, tapped_layers, target_facts, width_of
 from ...train.masks import MaskConfig, MaskDrafter
 from .facts import LONGEST_BLOCK, assumed_facts, default_layers
 from .network import DFlashDraft, dflash_layout
@@ -83,9 +84,19 @@ class DFlashDrafter(MaskDrafter):
         begin_stream(network.fc, feature_scale(target, taps))
         return cls(network)
 
+    @classmethod
+    def settings_of(cls, facts: Any, target: ModelFacts) -> dict[str, Any]:
+        settings = {name: getattr(facts, name) for name in ("block_size", "mask_token_id")}
+        settings |= {"tap_layers": list(facts.tap_layers), "causal": all(facts.causal)}
+        return settings | {"num_hidden_layers": facts.decoder.num_layers, "intermediate_size": width_of(facts.decoder, target)}
+
     def start_from(self, target: PreTrainedModel, counts_V: Tensor | None) -> None:
         self.network.norm.weight.copy_(target.model.norm.weight)
         self.start_mask(target, counts_V)
+
+    def adopt(self, published: nn.Module) -> set[str]:
+        """At inference the projection of the context is a copy of weights that the layers have."""
+        return super().adopt(published) | {f"context_proj.{name}" for name in stored_names(published.get_submodule("context_proj"))}
 
     def drafts(self, features_BTF: Tensor, tokens_BT: Tensor, steps: int, row_A: Tensor) -> Iterator[Tensor]:
         """Row i begins a block at token i + 1, over the features up to position i; mask s of the block drafts the token s places on."""

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...facts.model import ModelFacts
 from ...train.drafter import Drafter, NetworkConfig, begin_stream, named_tensors, shared_with
-from ...train.facts import plain_facts, sized, target_facts
+from ...train.facts import plain_facts, sized, target_facts, width_of
 from .facts import assumed_facts
 from .loading import EAGLE_LAYOUT
 from .network import EagleDraft
@@ -46,6 +47,10 @@ class EagleDrafter(Drafter):
         scale = 1.0 / float(embedding.float().square().mean().sqrt().clamp(min=1e-6))
         begin_stream(network.fc, torch.tensor([scale, 1.0]).repeat_interleave(decoder.hidden_size))
         return cls(network)
+
+    @classmethod
+    def settings_of(cls, facts: Any, target: ModelFacts) -> dict[str, Any]:
+        return {"intermediate_size": width_of(facts.decoder, target), "bias": bool(facts.fc_bias)}
 
     def published(self, target: PreTrainedModel) -> tuple[dict[str, object], dict[str, Tensor]]:
         bias = self.network.fc.bias is not None

@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 from ...config.checks import INT32_MAX, ascending, in_range
 from ...errors import ConfigError
 from ...facts.layouts import Layout
+from ...facts.model import ModelFacts
 from ...models.checkpoint import tensor_sources
 from ...train.drafter import Drafter, NetworkConfig, begin_stream, feature_scale, named_tensors, shared_with
-from ...train.facts import plain_facts, sized, tapped_layers, target_facts
+from ...train.facts import plain_facts, sized, tapped_layers, target_facts, width_of
 from .eagle3_facts import TAP_KEY, Eagle3Facts, assumed_facts, default_taps
 from .eagle3_loading import EAGLE3_LAYOUT, EAGLE3_WRITTEN
 from .eagle3_network import Eagle3Draft, Eagle3Layer
@@ -116,6 +117,11 @@ class Eagle3Drafter(Drafter):
     def of(cls, target: PreTrainedModel, config: Any) -> Eagle3Drafter:
         facts, _ = assumed_facts(Path(), target_facts(target))
         return cls(network_over_taps(Eagle3Draft, facts, target, config))
+
+    @classmethod
+    def settings_of(cls, facts: Any, target: ModelFacts) -> dict[str, Any]:
+        width = width_of(facts.decoder, target)
+        return {"draft_vocab_size": facts.draft_vocab_size, "tap_layers": list(facts.tap_layers), "intermediate_size": width}
 
     def start_from(self, target: PreTrainedModel, counts_V: Tensor | None) -> None:
         network = self.network

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...errors import ConfigError
+from ...errors import CheckpointError, ConfigError
+from ...facts.model import ModelFacts
 from ...train.drafter import Drafter, NetworkConfig, begin_stream, named_tensors, shared_with
 from ...train.facts import decoder_facts, is_hybrid, sized, target_facts
 from .facts import COUNT_KEYS, MTPFacts
@@ -70,6 +71,13 @@ class MtpDrafter(Drafter):
         for head in cast("list[MTPHead]", network.heads):
             begin_stream(head.projection)
         return cls(network)
+
+    @classmethod
+    def settings_of(cls, facts: Any, target: ModelFacts) -> dict[str, Any]:
+        if facts.hidden_first:
+            found = f"that of {facts.layout}, whose projection reads the hidden state first"
+            raise CheckpointError(f"{facts.path}: layout", "that of deepseek or qwen", found)
+        return {"num_heads": facts.num_heads}
 
     def start_from(self, target: PreTrainedModel, counts_V: Tensor | None) -> None:
         for head in cast("list[MTPHead]", self.network.heads):

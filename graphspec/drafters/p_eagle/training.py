@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...config.checks import in_range
+from ...facts.model import ModelFacts
 from ...train.attention import SequenceAttention
 from ...train.drafter import NetworkConfig
 from ...train.facts import target_facts
 from ...train.masks import MaskConfig, MaskDrafter
 from ..heads.eagle3_training import Eagle3Config, Eagle3Drafter, network_over_taps
-from .facts import assumed_facts
+from .facts import PEagleFacts, assumed_facts
 from .network import P_EAGLE_LAYOUT, PEagleDraft
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class PEagleDrafter(MaskDrafter, Eagle3Drafter):
     Settings: ClassVar[type[NetworkConfig]] = PEagleConfig
     about: ClassVar[str] = "P-EAGLE: {num_hidden_layers} layers of EAGLE-3 over masks, taps entering layers {tap_layers}"
     unmixed = ("lm_head", "mask_hidden")
+    starts_from = ("eagle3",)
     layout = P_EAGLE_LAYOUT
     written = "speculators"
     network: PEagleDraft
@@ -51,6 +53,14 @@ class PEagleDrafter(MaskDrafter, Eagle3Drafter):
         facts, _ = assumed_facts(Path(), target_facts(target))
         return cls(network_over_taps(PEagleDraft, facts, target, config, config.num_hidden_layers))
 
+    @classmethod
+    def settings_of(cls, facts: Any, target: ModelFacts) -> dict[str, Any]:
+        """An EAGLE-3 head has no masks, and as its first layers it may be a part of a deeper network."""
+        settings = super().settings_of(facts, target)
+        if not isinstance(facts, PEagleFacts):
+            return settings
+        return settings | {"num_hidden_layers": facts.decoder.num_layers, "mask_token_id": facts.mask_token_id}
+
     @property
     def scale_F(self) -> Tensor:
         """Factor of each feature before ``fc``."""
@@ -60,6 +70,12 @@ class PEagleDrafter(MaskDrafter, Eagle3Drafter):
         super().start_from(target, counts_V)
         nn.init.normal_(self.network.mask_hidden)
         self.start_mask(target, counts_V)
+
+    def adopt(self, published: nn.Module) -> set[str]:
+        taken = super().adopt(published)
+        if "mask_hidden" in taken:
+            self.network.mask_hidden.mul_(self.scale_F)
+        return taken
 
     def drafts(self, features_BTF: Tensor, tokens_BT: Tensor, steps: int, row_A: Tensor) -> Iterator[Tensor]:
         """Row i drafts one token, and ``steps - 1`` masks after it one each; a mask sees the rows up to i and the masks before it."""

@@ -13,7 +13,7 @@ from ...config.checks import in_range
 from ...errors import ConfigError
 from ...facts.families import LLAMA
 from ...facts.keys import Keys
-from ...facts.model import read_decoder
+from ...facts.model import ModelFacts, read_decoder
 from ...train.drafter import Drafter, NetworkConfig, named_tensors
 from ...train.facts import decoder_facts
 from .facts import StandaloneFacts
@@ -63,6 +63,12 @@ class StandaloneDrafter(Drafter):
         vocab, width = target.config.vocab_size, target.config.hidden_size
         facts = StandaloneFacts(path=Path(), decoder=decoder, draft_vocab_size=vocab, target_hidden_size=width)
         return cls(StandaloneDraft(facts, target.config.max_position_embeddings), config)
+
+    @classmethod
+    def settings_of(cls, facts: Any, target: ModelFacts) -> dict[str, Any]:
+        decoder: ModelFacts = facts.decoder
+        sizes = (decoder.hidden_size, decoder.intermediate_size, decoder.num_layers, decoder.num_heads, decoder.num_kv_heads)
+        return {**dict(zip(_SIZES, sizes, strict=True)), "rope_theta": decoder.rope.theta}
 
     def start_from(self, target: PreTrainedModel, counts_V: Tensor | None) -> None:
         # What writes to the residual stream starts smaller, the more so the deeper the model.
