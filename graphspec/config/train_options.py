@@ -11,6 +11,8 @@ from .checks import INT32_MAX, INT64_MAX, SEEDS, brief, check, check_fields, in_
 from .schema import MAX, MIN
 
 DTYPES = ("float32", "bfloat16")
+CROSS_ENTROPY, LK_ALPHA, LK_LAMBDA = "cross_entropy", "lk_alpha", "lk_lambda"
+LOSSES = (CROSS_ENTROPY, LK_ALPHA, LK_LAMBDA)
 SCHEDULES = ("linear", "cosine", "constant")
 DEFAULT_STEPS = 600
 TEMPERATURES = (1e-5, 1e5)
@@ -198,6 +200,9 @@ class TrainConfig:
     """steps that are unrolled on the network's own hidden states; a draft is only good to this depth."""
     decay: float = 0.8
     """the weight of unrolled step ``k`` is ``decay ** k``."""
+    loss: str = CROSS_ENTROPY
+    """Of a draft step. cross_entropy: against the target's distribution; lk_alpha: minus the logarithm of the acceptance rate; lk_lambda: a
+    mix of cross-entropy and one minus the acceptance rate, with less of the first as acceptance rises (arXiv 2602.23881)."""
     feature_weight: float = 0.0
     """Drafts whose hidden state predicts the target's next feature: weight of the SmoothL1 distance to it."""
     raw_share: float = 0.0
@@ -215,6 +220,7 @@ class TrainConfig:
             group.__post_init__()
         check("train.held_out_share", 0 < self.held_out_share < 0.5, "a share above 0, below 0.5", self.held_out_share)
         one_of("train.dtype", self.dtype, DTYPES)
+        one_of("train.loss", self.loss, LOSSES)
         one_of("train.schedule", self.schedule, SCHEDULES)
         for key, maximum in {"steps": INT32_MAX, "tokens": INT64_MAX, "batch": LONGEST, "sequence_length": LONGEST}.items():
             in_range(f"train.{key}", getattr(self, key), 1, maximum)

@@ -1,9 +1,10 @@
 """Trains a draft network of any variant for a frozen target.
 
 The loss of a draft step is the soft cross-entropy against the target's full next-token distribution (Hinton et al. 2015; EAGLE's
-classification loss); for heads whose hidden state predicts the target's feature, EAGLE's SmoothL1 distance to it is added (Li et al. 2024).
-Steps after the first read the network's own hidden states (HASS, Zhang et al. 2024; training-time test of EAGLE-3, Li et al. 2025). A
-network that drafts all depths in one pass has no such states: its blocks begin at some rows of each sequence (DFlash, arXiv 2602.06036).
+classification loss), or one that aims at the acceptance rate (:mod:`graphspec.train.losses`); for heads whose hidden state predicts the
+target's feature, EAGLE's SmoothL1 distance to it is added (Li et al. 2024). Steps after the first read the network's own hidden states
+(HASS, Zhang et al. 2024; training-time test of EAGLE-3, Li et al. 2025). A network that drafts all depths in one pass has no such states:
+its blocks begin at some rows of each sequence (DFlash, arXiv 2602.06036).
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..config.checks import brief
-from ..config.train_options import TrainConfig
+from ..config.train_options import CROSS_ENTROPY, TrainConfig
 from ..errors import ConfigError
 from . import loop
 from .cached import CachedTarget
 from .drafter import Drafter, NetworkConfig, Target, network_of, trained_variants
 from .loop import Watch, unwatched
+from .losses import mean_loss
 from .start import Start
 
 BITS = (
     "lr", "adamw_lr", "schedule", "warmup", "cooldown", "restarts", "clip", "dtype", "compile", "seed",
-    "unroll", "decay", "feature_weight", "raw_share", "cache_features",
+    "unroll", "decay", "loss", "feature_weight", "raw_share", "cache_features",
 )  # fmt: skip
 """Keys of ``train`` that determine, with phases and network, the weights of a trained draft."""
 COMPILE_PAYS = 100
@@ -170,31 +172,6 @@ class Texts:
                 raise ConfigError("train.data", f"more than {length} training tokens", len(self.stream))
 
 
-class SoftCrossEntropy(torch.autograd.Function):
-    """``-(soft * log_softmax(logits)).sum(-1)`` of float32 rows ``[M, V]``: ``[M]``, for targets that sum to 1 and have no gradient.
-
-    Its gradient is made in the forward pass, in place of the logarithms: a vocabulary wide, every pass over memory that is saved counts.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits_MV: Tensor, soft_MV: Tensor) -> Tensor:
-        log_MV = logits_MV.log_softmax(-1)
-        loss_M = -torch.linalg.vecdot(soft_MV, log_MV)
-        ctx.save_for_backward(log_MV.exp_().sub_(soft_MV))
-        return loss_M
-
-    @staticmethod
-    def backward(ctx: Any, grad_M: Tensor) -> tuple[Tensor, None]:
-        (gradient_MV,) = ctx.saved_tensors
-        return gradient_MV * grad_M[:, None], None
-
-
-def soft_cross_entropy(logits_MV: Tensor, soft_MV: Tensor) -> Tensor:
-    """See :class:`SoftCrossEntropy`."""
-    loss_M: Tensor = SoftCrossEntropy.apply(logits_MV, soft_MV)  # type: ignore[no-untyped-call]
-    return loss_M
-
-
 def soft_targets(logits_MV: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """The target's distribution over the drafted ids, float32 ``[M, Vd]``; the most likely of these, ``[M]``; and whether no other id is
     more likely, bool ``[M]``. Logits are ``[M, V]``.
@@ -216,11 +193,13 @@ def draft_losses(
     feature_weight: float = 0.0,
     counted_BT: Tensor | None = None,
     columns: Tensor | None = None,
+    kind: str = CROSS_ENTROPY,
 ) -> tuple[Tensor, Tensor]:
     """Loss and top-1 agreement with the target at every drafted depth, each ``[unroll]``, over the drafting rows ``row_A``.
 
-    Rows whose most likely id is not in the draft vocabulary have no cross-entropy and count as misses. ``counted_BT``: the positions whose
-    predictions count; None: all. ``columns``: those of the logits that are the draft's, int64 ``[Vd]``; None: its target ids.
+    Rows whose most likely id is not in the draft vocabulary have no loss and count as misses. ``counted_BT``: the positions whose
+    predictions count; None: all. ``columns``: those of the logits that are the draft's, int64 ``[Vd]``; None: its target ids. ``kind``:
+    ``train.loss``.
     """
     if counted_BT is None:
         counted_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
@@ -234,8 +213,7 @@ def draft_losses(
         here_BA = counted_BT[:, seen]
         place_N, hidden_NH = place_BT[:, seen][here_BA], hidden_BAH[here_BA]
         logits_NV, inside_N = drafter.logits(hidden_NH).float(), inside_M[place_N]
-        cross_entropy_N = soft_cross_entropy(logits_NV, soft_MV[place_N])
-        loss = (cross_entropy_N * inside_N).sum() / inside_N.sum().clamp(min=1)
+        loss = mean_loss(kind, logits_NV, soft_MV[place_N], inside_N)
         if feature_weight:
             distance = F.smooth_l1_loss(hidden_NH.float(), features_BTF[:, seen][here_BA].float(), reduction="sum")
             loss = loss + feature_weight * distance / max(1, hidden_NH.numel())
@@ -291,7 +269,7 @@ def train_draft(
                 # How many tokens count differs from step to step: that is no static program.
                 losses_of = draft_losses
             weight = config.feature_weight
-            losses, hits = losses_of(drafter, features, logits, tokens_BT, row_A, config.unroll, weight, counted_BT, columns)
+            losses, hits = losses_of(drafter, features, logits, tokens_BT, row_A, config.unroll, weight, counted_BT, columns, config.loss)
             return (losses * weights).sum(), torch.stack((losses.detach(), hits))
 
     def describe(means: Tensor) -> dict[str, Any]:

@@ -241,8 +241,9 @@ def named_tensors(network: nn.Module, layout: Layout) -> dict[str, Tensor]:
 
 def stored_names(network: nn.Module) -> list[str]:
     """The weights of a loaded network that are its own."""
-    names = [name for name, parameter in network.named_parameters() if not parameter.is_meta]
-    return names + [name for name, module in network.named_modules() if isinstance(module, PackedWeight)]
+    owners = [name for name, _ in network.named_parameters()]
+    owners += [name for name, module in network.named_modules() if isinstance(module, PackedWeight)]
+    return [name for name in owners if weight_of(network, name) is not None]
 
 
 def weight_of(network: nn.Module, name: str) -> Tensor | None:
@@ -250,9 +251,9 @@ def weight_of(network: nn.Module, name: str) -> Tensor | None:
     owner: Any = network
     for part in name.split("."):
         owner = getattr(owner, part, None)
-    if isinstance(owner, PackedWeight):
-        return owner.dequantise()
-    return owner.detach() if isinstance(owner, Tensor) and not owner.is_meta else None
+    if not isinstance(owner, PackedWeight | Tensor) or owner.device.type == "meta":
+        return None
+    return owner.dequantise() if isinstance(owner, PackedWeight) else owner.detach()
 
 
 def start_small(network: nn.Module, std: float = 0.02) -> None:

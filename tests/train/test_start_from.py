@@ -35,9 +35,9 @@ CASES = {
 }
 
 
-def publish(folder: Path, variant: str, family: str = "llama", **network: object) -> tuple[Path, Path]:
+def publish(folder: Path, variant: str, family: str = "llama", tied: bool = True, **network: object) -> tuple[Path, Path]:
     """Folders of a target and of a draft for it, with random weights."""
-    model = tiny_target(family)
+    model = tiny_target(family, tie_word_embeddings=tied)
     model.save_pretrained(folder / "target")
     draft = folder / "draft"
     draft.mkdir()
@@ -90,6 +90,14 @@ def test_codes_become_the_numbers_that_they_stand_for(tmp_path):
     pairs = list(zip(packed.parameters(), exact.parameters(), strict=True))
     assert any(not torch.equal(a, b) for a, b in pairs)
     assert all((a - b).abs().max() <= b.abs().max() / 100 for a, b in pairs)
+
+
+def test_the_target_may_be_packed(tmp_path):
+    target, draft = publish(tmp_path, "eagle", tied=False)
+    quantise(target, tmp_path / "packed", "int8", ["lm_head"], 32)
+    exact, _ = begun("eagle", draft, target)
+    packed, _ = begun("eagle", draft, tmp_path / "packed")
+    assert all(torch.equal(a, b) for a, b in zip(packed.parameters(), exact.parameters(), strict=True))
 
 
 def test_masks_may_be_learnt_on_an_eagle3_head(tmp_path):
