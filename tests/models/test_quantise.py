@@ -21,10 +21,11 @@ from graphspec import LLM, SamplingParams
 from graphspec.cli.main import main
 from graphspec.drafters.convert import convert
 from graphspec.errors import CheckpointError, ConfigError
+from graphspec.kernels.linear.packed import dequantise
 from graphspec.models import quantise as module
 from graphspec.models.checkpoint import Checkpoint
 from graphspec.models.quantise import quantise
-from graphspec.weights.rounding import ROUNDED
+from graphspec.weights.rounding import ROUNDED, round_to
 from tests.support.checkpoints import build_hf, eagle3_tensors, edit_json, publish_eagle3, write_hf
 from tests.support.engines import assert_tokens_of
 from tests.support.hybrid_checkpoints import build_hybrid
@@ -98,6 +99,39 @@ def test_groups_of_nothing_and_ties_are_rounded(dtype: torch.dtype, source: Path
     with pytest.raises(CheckpointError, match=r"o_proj\.weight: expected finite numbers"):
         quantise(folder, tmp_path / "out", "int8")
     assert not list(tmp_path.glob("*out*"))
+
+
+@pytest.mark.parametrize("code", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scales_of_least_squares_lose_less_in_every_group(code: str, dtype: torch.dtype) -> None:
+    weight = torch.randn(48, 128, generator=torch.Generator().manual_seed(1)).to(dtype)
+    weight[0], weight[1, 5] = 0, 40.0
+    row, group = ROUNDED[code], 128 if code == "fp8" else 32
+
+    def errors(observer: str) -> torch.Tensor:
+        packed = round_to(weight, row, group, observer)
+        assert packed.scales.dtype == (torch.float32 if code == "fp8" else dtype)
+        return (dequantise(packed, torch.float32) - weight.float()).unflatten(1, (-1, group)).square().sum(-1)
+
+    usual, best = errors("minmax"), errors("mse")
+    assert bool((best <= usual).all()) and float(best[0].max()) == 0
+    # An outlier is cut off only where that pays: here it would lose most of its square.
+    assert float(best[1, 0]) <= float(usual[1, 0]) < 40.0**2 / 10
+    if code == "int4":
+        assert float(best.sum()) < 0.95 * float(usual.sum())
+
+
+def test_an_observer_is_named_and_known(source: Path, tmp_path: Path) -> None:
+    usual, best = quantise(source, tmp_path / "usual", "int4"), quantise(source, tmp_path / "best", "int4", observer="mse")
+    assert best.error < usual.error and best.after == usual.after
+    words = [f"model={source}", f"out={tmp_path / 'words'}", "format=int4", "observer=mse"]
+    module.from_words(words)
+    same = (tmp_path / name / "model.safetensors" for name in ("words", "best"))
+    assert len({file.read_bytes() for file in same}) == 1
+    with pytest.raises(ConfigError, match=r"observer: expected minmax or mse with format=int4, found 'entropy'"):
+        quantise(source, tmp_path / "none", "int4", observer="entropy")
+    with pytest.raises(ConfigError, match=r"observer: expected minmax with format=q8_0"):
+        quantise(source, tmp_path / "none", "q8_0", observer="mse")
 
 
 @pytest.mark.parametrize("code", ROUNDED)
