@@ -121,6 +121,15 @@ def test_scales_of_least_squares_lose_less_in_every_group(code: str, dtype: torc
         assert float(best.sum()) < 0.95 * float(usual.sum())
 
 
+def test_what_was_rounded_once_is_found_again() -> None:
+    """A head that is trained further starts from the numbers of its codes."""
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(2), dtype=torch.float32)
+    once = dequantise(round_to(weight, ROUNDED["int4"], 32), torch.float32)
+    found = {name: dequantise(round_to(once, ROUNDED["int4"], 32, name), torch.float32) for name in ("minmax", "mse")}
+    # The usual scale makes 7.5 steps of the largest number, which was 7 or 8 of them.
+    assert torch.allclose(found["mse"], once, rtol=1e-6) and not torch.allclose(found["minmax"], once, rtol=1e-2)
+
+
 def test_an_observer_is_named_and_known(source: Path, tmp_path: Path) -> None:
     usual, best = quantise(source, tmp_path / "usual", "int4"), quantise(source, tmp_path / "best", "int4", observer="mse")
     assert best.error < usual.error and best.after == usual.after
