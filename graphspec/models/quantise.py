@@ -1,4 +1,4 @@
-"""A checkpoint with its linear layers in low precision: rounded to the nearest codes, in the layout of compressed-tensors."""
+"""A checkpoint in another precision: linear layers rounded to the nearest codes, as compressed-tensors stores them, or codes as numbers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -19,6 +20,7 @@ from ..config.paths import new_folder, unwritable, user_path
 from ..errors import CheckpointError, ConfigError, spell_bytes
 from ..facts.files import MAX_CONFIG, read_json
 from ..facts.folders import model_folder
+from ..facts.gguf_model import weights_files
 from ..facts.quantisation import SIDECAR, read_quantisation
 from ..kernels.linear.packed import Packed, dequantise
 from ..weights.rounding import GROUPS, MINMAX, OBSERVERS, ROUNDED, Rounded, quantization_config, round_to, stored
@@ -32,6 +34,8 @@ _HEAD, _EMBEDDING = "lm_head", "embed_tokens"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".safetensors.index.json", ".bin.index.json")
 SHARD = 5 * 10**9
 """Bytes of tensors in a file; a larger tensor has a file of its own."""
+NUMBERS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+"""Formats without codes (:func:`expand`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,30 @@ class Quantised:
         groups = f"groups of {self.group} channels" if self.group else "a scale for each row"
         size = f"{spell_bytes(self.after)} of {spell_bytes(self.before)}"
         return f"{self.folder}: {self.layers} linear layers in {self.format}, {groups}; {size}; relative rounding error {self.error:.2%}"
+
+
+@dataclass(frozen=True, slots=True)
+class Expanded:
+    """Result of :func:`expand`.
+
+    Attributes:
+        folder: the new one.
+        format: of the numbers, a key of :data:`NUMBERS`.
+        weights: how many were codes.
+        before, after: bytes of all tensors.
+    """
+
+    folder: Path
+    format: str
+    weights: int
+    before: int
+    after: int
+
+    @property
+    def sentence(self) -> str:
+        """The result in words."""
+        size = f"{spell_bytes(self.after)}, from {spell_bytes(self.before)}"
+        return f"{self.folder}: {self.weights} weights of low precision as numbers in {self.format}; {size}"
 
 
 def quantise(
@@ -104,18 +132,48 @@ def quantise(
     ignore += [] if any(name.split(".")[-2:-1] == [_HEAD] for name in chosen) or _HEAD in ignore else [_HEAD]
     config["quantization_config"] = quantization_config(row, group, ignore)
     work = _Work(checkpoint, row, group, chosen, observer)
-    with new_folder("out", destination) as folder:
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for file in source.iterdir():
-            if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name not in ("config.json", SIDECAR):
-                shutil.copyfile(file, folder / file.name)
-        try:
-            after = _write(folder, work.tensors())
-        except SafetensorError as error:
-            raise unwritable("out", destination, error) from error
-        found = Checkpoint(folder)
-        assert {name: found.shape(name) for name in found.names()} == {name: checkpoint.shape(name) for name in checkpoint.names()}
+    after = _write_folder(destination, checkpoint, config, work.tensors())
     return Quantised(destination, code, group, len(chosen), work.before, after, math.sqrt(work.changed / (work.all or 1)))
+
+
+def expand(model: str | Path, out: str | Path, numbers: str) -> Expanded:
+    """Write a checkpoint, of a target or a draft, with the numbers that its codes stand for to a new folder: for programs that can't read
+    the codes. Other tensors stay as they are stored.
+
+    Args:
+        model: folder of the checkpoint, or what else ``model=`` takes.
+        out: a folder that doesn't exist yet, or is empty.
+        numbers: a key of :data:`NUMBERS`. float32 has every number as it is, the others may round.
+
+    Raises:
+        CheckpointError: a source that can't be read, is a GGUF file, has no codes, or has experts in one tensor, whose layout differs in
+            full precision.
+        ConfigError: an unknown format, or a folder that is not empty or can't be written.
+    """
+    if numbers not in NUMBERS:
+        raise ConfigError("format", "one of " + ", ".join(NUMBERS), repr(numbers))
+    source, destination = model_folder(str(model)), user_path("out", str(out))
+    if weights_files(source):
+        raise CheckpointError(str(source), "a folder with config.json and safetensors", "GGUF, whose config has another form")
+    checkpoint = Checkpoint(source)
+    packed = [name for name in checkpoint.names() if checkpoint.is_packed(name)]
+    if not packed:
+        raise CheckpointError(str(source), "weights in low precision", "full precision")
+    if (experts := next((name for name in packed if len(checkpoint.shape(name)) != 2), None)) is not None:
+        raise CheckpointError(checkpoint.key(experts), "weights of one linear layer each", f"shape {list(checkpoint.shape(experts))}")
+    config = read_json(source / "config.json", MAX_CONFIG)
+    config.pop("quantization_config", None)
+    before = 0
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        nonlocal before
+        for name in checkpoint.names():
+            before += sum(part.nbytes for part in checkpoint.stored(name).values())
+            tensor = checkpoint.raw(name)
+            yield name, (tensor.to(NUMBERS[numbers]) if checkpoint.is_packed(name) else tensor).contiguous()
+
+    after = _write_folder(destination, checkpoint, config, tensors())
+    return Expanded(destination, numbers, len(packed), before, after)
 
 
 def _linear(checkpoint: Checkpoint, name: str) -> bool:
@@ -185,6 +243,22 @@ class _Work:
         return packed
 
 
+def _write_folder(out: Path, checkpoint: Checkpoint, config: dict[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """Write a new folder with these tensors, and with the files of a checkpoint that are no weights; returns the bytes of the tensors."""
+    with new_folder("out", out) as folder:
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for file in checkpoint.path.iterdir():
+            if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name not in ("config.json", SIDECAR):
+                shutil.copyfile(file, folder / file.name)
+        try:
+            size = _write(folder, tensors)
+        except SafetensorError as error:
+            raise unwritable("out", out, error) from error
+        found = Checkpoint(folder)
+        assert {name: found.shape(name) for name in found.names()} == {name: checkpoint.shape(name) for name in checkpoint.names()}
+    return size
+
+
 def _write(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> int:
     """Write one file, or several and their index; returns the bytes of the tensors."""
     files: list[list[str]] = []
@@ -217,9 +291,9 @@ def _write(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> int:
     return total
 
 
-def from_words(words: Sequence[str]) -> Quantised:
-    """:func:`quantise` with the arguments of the command line: ``model=FOLDER out=FOLDER format=NAME [modules=NAMES] [group=SIZE]
-    [observer=NAME]``.
+def from_words(words: Sequence[str]) -> Quantised | Expanded:
+    """:func:`quantise` with the arguments of the command line, ``model=FOLDER out=FOLDER format=NAME [modules=NAMES] [group=SIZE]
+    [observer=NAME]``, or :func:`expand` with the first three.
 
     Raises:
         ConfigError: other arguments.
@@ -229,6 +303,12 @@ def from_words(words: Sequence[str]) -> Quantised:
     if len(options) != len(words) or not known <= options.keys() <= known | {"modules", "group", "observer"}:
         expected = "model=FOLDER out=FOLDER format=NAME [modules=NAME,NAME] [group=SIZE] [observer=NAME]"
         raise ConfigError("convert", expected, " ".join(words))
+    if options["format"] not in (known_formats := (*ROUNDED, *NUMBERS)):
+        raise ConfigError("format", "one of " + ", ".join(known_formats), repr(options["format"]))
+    if options["format"] in NUMBERS:
+        if others := sorted(options.keys() - known):
+            raise ConfigError(others[0], f"nothing with format={options['format']}, which has no codes", repr(options[others[0]]))
+        return expand(options["model"], options["out"], options["format"])
     size = options.get("group")
     if size is not None and not size.isdecimal():
         raise ConfigError("group", "a multiple of 8", repr(size))

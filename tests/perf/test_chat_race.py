@@ -6,6 +6,7 @@ import json
 import sys
 from argparse import Namespace
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -96,7 +97,8 @@ def test_engines_of_another_interpreter_read_the_file_or_a_copy(tmp_path, monkey
     class Process:
         version = "1"
 
-        def __init__(self, peer, python, exporter, source, threads):
+        def __init__(self, peer, python, exporter, source, threads, head):
+            assert exporter == "exporter" and head == Path("head")
             self.peer = peer
             started.append((peer.side, source, threads))
 
@@ -108,7 +110,7 @@ def test_engines_of_another_interpreter_read_the_file_or_a_copy(tmp_path, monkey
             started.append("closed")
 
     monkeypatch.setattr(chat_race, "PeerProcess", Process)
-    args = Namespace(peers=sys.executable, threads=2, max_tokens=2, plain=False)
+    args = Namespace(peers=sys.executable, exporter="exporter", draft="head", threads=2, max_tokens=2, plain=False)
     folder, file = tmp_path / "model", tmp_path / "model" / "model.gguf"
     with ExitStack() as stack:
         sides, missing = chat_race.peer_sides(args, folder, file, stack)

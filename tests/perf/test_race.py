@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from perf import peers, speed
 
@@ -15,15 +18,16 @@ WORKER = """
 import importlib.metadata, json, runpy, sys
 importlib.metadata.version = lambda package: "9.9"
 names = runpy.run_path({worker!r})
-def load(folder, threads):
+def load(folder, threads, draft=""):
+    first = len(draft) or threads
     print("noise of the engine")
     def generate(prompts, max_tokens, fixed):
         if prompts[0][0] < 0:
             sys.exit("no negative tokens")
-        return [[threads, *prompt[: max_tokens - 1], *[0] * fixed] for prompt in prompts]
+        return [[first, *prompt[: max_tokens - 1], *[0] * fixed] for prompt in prompts]
     return generate
 names["ENGINES"]["echo"] = ("echo", load)
-names["main"](sys.argv[1], sys.argv[2], int(sys.argv[3]))
+names["main"](sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:])
 """
 
 
@@ -59,6 +63,27 @@ def test_models_are_converted_once_for_each_checkpoint(worker, monkeypatch):
         assert peers.convert("echo", sys.executable, "none", worker) == first
     (worker / "config.json").write_text('{"other": 1}')
     assert peers.convert("echo", sys.executable, "none", worker) != first
+
+
+def test_a_head_drafts_for_an_engine_that_is_given_its_folder(worker, monkeypatch):
+    peer = peers.Peer("echo", "Echo", "json", "echo", head=True)
+    with pytest.raises(peers.PeerError, match="it needs an EAGLE-3 head, found none"):
+        peers.PeerProcess(peer, sys.executable, "none", worker, 1)
+    monkeypatch.setattr(peers, "convert", lambda model, python, exporter, source: source)
+    monkeypatch.setattr(peers, "openvino_head", lambda head, folder: head / "made")
+    process = peers.PeerProcess(peer, sys.executable, "none", worker, 1, Path("head"))
+    assert process.generate([[7, 8]], 2) == [[len("head/made"), 7]]
+    process.close()
+
+
+def test_a_packed_head_becomes_one_that_openvino_exports(tmp_path):
+    head = Path(str(files("graphspec"))) / "heads" / "smollm2" / "eagle3"
+    made = peers.openvino_head(head, tmp_path)
+    config = json.loads((made / "config.json").read_text())
+    assert config["hidden_layers_list"] == [1, 14, 28] and config["architectures"] == ["LlamaForCausalLMEagle3"]
+    names = set(load_file(made / "model.safetensors"))
+    assert {"fc.weight", "lm_head.weight", "midlayer.mlp.up_proj.weight", "d2t"} <= names
+    assert "quantization_config" not in config and not any("packed" in name for name in names)
 
 
 def test_missing_sides_give_the_reason(worker, tmp_path, monkeypatch):
