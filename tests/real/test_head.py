@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors import safe_open
 from graphspec import LLM, SamplingParams
 from graphspec.cli.chat import FEW_BITS, N_GRAMS, conversation_words
 from graphspec.config.catalog import resolve_variant
+from graphspec.config.train_options import SELF, read_sources
 from graphspec.facts import folders
 from graphspec.lab.measure.provenance import ROOT
 
@@ -76,7 +78,8 @@ def test_its_card_and_files_match_its_record() -> None:
 
 def test_its_text_is_in_the_repository() -> None:
     """As ``train.work`` has it, so that a run goes on from there."""
-    data = json.loads((HEAD / "training.json").read_text(encoding="utf-8"))["data"]["conversations"][0]
+    record = json.loads((HEAD / "training.json").read_text(encoding="utf-8"))
+    data = record["data"]["conversations"][[source.path for source in read_sources(record["config"]["data"])].index(SELF)]
     lengths = []
     with tarfile.open(ROOT / "recipes" / "smollm2" / "conversations.tar.xz") as archive:
         for member in archive:
@@ -87,6 +90,14 @@ def test_its_text_is_in_the_repository() -> None:
                 lengths += [len(json.loads(line)["tokens"]) for line in lines]
     assert len(lengths) == data["train"] + data["held_out"]
     assert sum(lengths) == data["train_tokens"] + data["held_out_tokens"]
+
+
+def test_no_prompt_of_its_training_is_one_that_is_measured() -> None:
+    def words(file: Path) -> list[set[str]]:
+        return [set(re.findall(r"\w+", json.loads(line)["prompt"].lower())) for line in file.read_text(encoding="utf-8").splitlines()]
+
+    trained, measured = words(ROOT / "recipes" / "smollm2" / "prompts.jsonl"), words(PROMPTS)
+    assert max(len(one & other) / len(one | other) for one in trained for other in measured) < 0.6
 
 
 def test_a_chat_over_four_bits_rounds_activations_for_the_head(real: Path) -> None:
