@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from graphspec.drafters import convert as layouts
-from graphspec.errors import CheckpointError
+from graphspec.drafters.heads.eagle3_facts import TAP_KEY
 from graphspec.host.native_build import cache_folder
+from graphspec.models.checkpoint import Checkpoint
 from graphspec.models.quantise import expand
 
 WORKER = Path(__file__).with_name("peer_worker.py")
@@ -78,13 +79,20 @@ def _command(model: str, python: str, exporter: str, source: Path, out: Path) ->
 
 
 def openvino_head(head: Path, folder: Path) -> Path:
-    """An EAGLE-3 head as OpenVINO's exporter reads one: numbers, in the layout ``sglang``, with the tapped layers in a key of its own."""
-    numbers = head
-    with suppress(CheckpointError):  # it has no codes
-        numbers = expand(head, folder / "numbers", "bfloat16").folder
+    """An EAGLE-3 head as OpenVINO's exporter reads one: numbers, in the layout ``sglang``, with the tapped layers in a key of its own.
+
+    Raises:
+        CheckpointError: it can't be read.
+        PeerError: it doesn't name its tapped layers.
+    """
+    stored = Checkpoint(head)
+    packed = any(stored.is_packed(name) for name in stored.names())
+    numbers = expand(head, folder / "numbers", "bfloat16").folder if packed else head
     made = layouts.convert(numbers, folder / "head", "sglang").folder
     config = json.loads((made / "config.json").read_text(encoding="utf-8"))
-    config["hidden_layers_list"] = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    if (taps := config.get("eagle_config", {}).get(TAP_KEY)) is None:
+        raise PeerError(f"it needs a head that names its tapped layers, found none in {head}")
+    config["hidden_layers_list"] = taps
     (made / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return made
 

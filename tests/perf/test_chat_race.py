@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from graphspec.config.catalog import resolve_variant
+from graphspec.errors import CheckpointError
+from graphspec.facts.folders import shipped_draft
 from perf import chat_race, llama_server, peers
 from perf.llama_server import LlamaServer, Mode
 from perf.peers import PeerError
@@ -123,6 +126,25 @@ def test_engines_of_another_interpreter_read_the_file_or_a_copy(tmp_path, monkey
         sides, missing = chat_race.peer_sides(args, folder, folder, stack)
         assert [side.name for side in sides] == ["Converts"] and len(copies) == 1, "a folder of numbers needs no copy"
         assert missing["Reads"] == "it needs a GGUF file, found model"
+
+
+def test_openvinos_exporter_gets_numbers_and_the_tapped_layers(tmp_path):
+    """From codes and from numbers alike; a head that names no tapped layers is a missing side, one that can't be read is an error."""
+    shipped = shipped_draft("smollm2", tmp_path, resolve_variant("eagle3"))
+    assert shipped is not None and "quantization_config" in json.loads((shipped / "config.json").read_text("utf-8"))
+    made = peers.openvino_head(shipped, tmp_path / "codes")
+    again = peers.openvino_head(tmp_path / "codes" / "numbers", tmp_path / "plain")
+    for head in (made, again):
+        config = json.loads((head / "config.json").read_text("utf-8"))
+        assert config["hidden_layers_list"] == [1, 14, 28] and "quantization_config" not in config
+    config = json.loads((tmp_path / "codes" / "numbers" / "config.json").read_text("utf-8"))
+    del config["eagle_config"]
+    (tmp_path / "codes" / "numbers" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(PeerError, match="names its tapped layers, found none"):
+        peers.openvino_head(tmp_path / "codes" / "numbers", tmp_path / "unnamed")
+    (tmp_path / "codes" / "numbers" / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(CheckpointError):
+        peers.openvino_head(tmp_path / "codes" / "numbers", tmp_path / "unreadable")
 
 
 def test_rates_are_by_group_and_ours_with_other_tokens_have_none(monkeypatch):
