@@ -41,6 +41,8 @@ WORD_BITS = 64
 MASK_BITS = 32
 """Bits of a word of a grammar's mask."""
 MAX_WINDOW = 128
+PRODUCT_ROWS = 64
+"""Most rows of a product that is bound by reading its weight: one tile of fused kernels. With more, ``fast`` numerics have cuBLAS."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -12,13 +12,14 @@ from graphspec.config.schema import Config, KernelsConfig, RuntimeConfig
 from graphspec.errors import ConfigError
 from graphspec.plan.numerics import resolve_numerics
 from graphspec.plan.plan import Plan, make_plan
+from graphspec.shapes import PRODUCT_ROWS
 from tests.support.engines import mirror_pair, random_pair
 from tests.support.hybrid_checkpoints import build_hybrid
 from tests.support.plans import draft_facts, model_facts
 
 
-def plan_on(device: str, runtime: str = "auto", **kernels: Any) -> Plan:
-    config = Config(runtime=RuntimeConfig(name=runtime), kernels=KernelsConfig(**kernels))
+def plan_on(device: str, runtime: str = "auto", max_rows: int = 8, **kernels: Any) -> Plan:
+    config = Config(runtime=RuntimeConfig(name=runtime, max_rows=max_rows), kernels=KernelsConfig(**kernels))
     return make_plan(config, model_facts(), draft_facts(), device=device)
 
 
@@ -29,7 +30,11 @@ def plan_on(device: str, runtime: str = "auto", **kernels: Any) -> Plan:
         ("cpu", "eager", {}, "fast"),
         ("cpu", "auto", {"attention": "native"}, "fast"),
         ("cpu", "auto", {"numerics": "fast"}, "fast"),
-        ("cuda", "auto", {}, "fast"),
+        ("cuda", "auto", {}, "cycle_invariant"),
+        ("cuda", "eager", {}, "fast"),
+        ("cuda", "auto", {"attention": "flashinfer"}, "fast"),
+        ("cuda", "auto", {"linear_table": "table.json"}, "fast"),
+        ("cuda", "auto", {"numerics": "fast"}, "fast"),
         ("cuda", "auto", {"numerics": "batch_invariant"}, "batch_invariant"),
     ],
 )
@@ -38,10 +43,29 @@ def test_auto_is_the_law_where_it_is_proved(device: str, runtime: str, kernels: 
     assert plan.numerics == plan.describe()["numerics"] == expected
 
 
+def test_cycles_of_more_nodes_than_a_tile_has_rows_are_fast() -> None:
+    nodes = plan_on("cuda").shape.num_draft_tokens
+    most = PRODUCT_ROWS // nodes
+    assert plan_on("cuda", max_rows=most, numerics="cycle_invariant").numerics == "cycle_invariant"
+    config = Config(runtime=RuntimeConfig(max_rows=2 * most, buckets=[1, 2 * most]))
+    assert make_plan(config, model_facts(), draft_facts(), device="cuda").numerics == "fast"
+    config.kernels = KernelsConfig(numerics="cycle_invariant")
+    with pytest.raises(ConfigError, match=rf"kernels\.numerics.*more than {PRODUCT_ROWS} nodes.*with {2 * most * nodes}"):
+        make_plan(config, model_facts(), draft_facts(), device="cuda")
+
+
+def test_a_gpus_arithmetic_in_32_bits_is_fast() -> None:
+    found = [
+        resolve_numerics(KernelsConfig(), "fused", model_facts(), device="cuda", dtype=dtype, nodes=8)
+        for dtype in ("bfloat16", "float16", "float32")
+    ]
+    assert found == ["cycle_invariant", "cycle_invariant", "fast"]
+
+
 def test_networks_with_torch_between_native_ops_are_fast() -> None:
     target = model_facts()
     found = [
-        resolve_numerics(KernelsConfig(), "compiled", facts, device="cpu", dtype="float32")
+        resolve_numerics(KernelsConfig(), "compiled", facts, device="cpu", dtype="float32", nodes=8)
         for facts in (target, replace(target, latent=object()), replace(target, recurrent=object()), replace(target, experts=object()))
     ]
     assert found == ["batch_invariant", "fast", "fast", "fast"]

@@ -218,10 +218,10 @@ class LLM:
             self.decoders[name] = f"op by op: {reason}" if reason else "one native op per pass"
             if rounded.get(name):
                 self.decoders[name] += f", {rounded[name]}"
-            if native and name == "target" and reason and plan.numerics == "batch_invariant":
+            if native and name == "target" and reason and plan.numerics != "fast":
                 # Torch's ops between the native ones may sum in another order for another number of rows.
-                if self.config.kernels.numerics == "batch_invariant":
-                    raise ConfigError("kernels.numerics", f"auto or fast: the target runs {self.decoders[name]}", "'batch_invariant'")
+                if self.config.kernels.numerics != "auto":
+                    raise ConfigError("kernels.numerics", f"auto or fast: the target runs {self.decoders[name]}", repr(plan.numerics))
                 self.plan = plan = replace(plan, numerics="fast")
         # A second team of threads would compete for the same cores, and little work is left between native ops.
         loop_threads = 1 if native else None

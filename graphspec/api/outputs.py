@@ -29,7 +29,8 @@ class Metrics:
         cached_tokens: prompt tokens taken from pages of other requests (``runtime.prefix_cache``).
         lossy: the acceptance rule changes the target's distribution.
         synthetic: accepted lengths were forced. Only the times mean anything.
-        numerics: of the target, ``batch_invariant`` or ``fast``, whatever ``kernels.numerics=auto`` meant (docs/numerics.md).
+        numerics: of the target, ``batch_invariant``, ``cycle_invariant`` or ``fast``: what ``kernels.numerics=auto`` meant
+            (docs/numerics.md).
         activations: ``kernels.activations``.
     """
 

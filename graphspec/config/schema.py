@@ -21,7 +21,7 @@ IMPLEMENTATIONS = ("auto", "reference", "native", "fused")
 ATTENTIONS = (*IMPLEMENTATIONS, "flashinfer")
 HOST_STEP_OVER_LATENT_ROWS = ("flashinfer",)
 """Attention whose kernels for latent rows take a work list from the host, and chains only."""
-NUMERICS = ("auto", "fast", "batch_invariant")
+NUMERICS = ("auto", "fast", "cycle_invariant", "batch_invariant")
 ACTIVATIONS = ("full", "int8", "bfloat16")
 DRAFT_ACTIVATIONS = ("auto", "full")
 DEVICES = ("auto", "cpu", "cuda")
@@ -238,8 +238,10 @@ class KernelsConfig:
     """The same choice for linear layers, without flashinfer; native ones hold their weights packed. If this and attention are both auto and
     both resolve to native, the decoder layers of a pass are one op; if either is set to native, they are separate ops."""
     numerics: str = "auto"
-    """batch_invariant: a token's logits depend to the bit on the tokens before it alone; fast: sums in the order that measured best for
-    the number of rows; auto: the former where it is free and proved, on a CPU by native kernels, else fast (docs/numerics.md)."""
+    """batch_invariant: a token's logits depend to the bit on the tokens before it alone; cycle_invariant: on its prompt's KV and on the
+    tokens after that, while prompts are read as with fast; fast: sums in the order that measured best for the number of rows; auto:
+    batch_invariant on a CPU with native decoders, cycle_invariant on a GPU whose cycles have at most 64 nodes in all, else fast
+    (docs/numerics.md)."""
     activations: str = "full"
     """What the target's weights are multiplied by. full: activations in the dtype of arithmetic; int8: with weights of 4 or 8 bits,
     activations rounded to 8 bits, 32 channels to a scale; bfloat16: with weights in bfloat16, activations rounded to bfloat16. The latter
@@ -263,7 +265,7 @@ class KernelsConfig:
         one_of("kernels.numerics", self.numerics, NUMERICS)
         one_of("kernels.activations", self.activations, ACTIVATIONS)
         one_of("kernels.draft_activations", self.draft_activations, DRAFT_ACTIVATIONS)
-        if self.linear_table is not None and self.numerics == "batch_invariant":
+        if self.linear_table is not None and self.numerics in ("cycle_invariant", "batch_invariant"):
             raise ConfigError(
                 "kernels.linear_table", f"null with kernels.numerics={self.numerics}, which chooses nothing", self.linear_table
             )

@@ -24,7 +24,7 @@ MODES = ("reference", "compiled", "fused")
 CHOICES = ("auto", "reference", "native", "fused")
 ATTENTION_CHOICES = (*CHOICES, "flashinfer")
 """``flashinfer`` serves some attention calls of a fused cycle, see :mod:`graphspec.kernels.flashinfer`."""
-NUMERICS = ("fast", "batch_invariant")
+NUMERICS = ("fast", "cycle_invariant", "batch_invariant")
 
 
 def resolve(key: str, choice: str, mode: str, device: str, dtype: str) -> str:
@@ -110,8 +110,9 @@ def select_kernels(
         linear: choice for linear layers.
         dtype: of weights and KV.
         numerics: ``fast``: the order of a sum may depend on the number of rows, and on the slots of a tree's nodes; ``batch_invariant``:
-            it depends on the weight's shape and the keys' positions, but for draft networks, which have the former. Native kernels always
-            have the latter.
+            it depends on the weight's shape and the keys' positions, but for draft networks, which have the former; ``cycle_invariant``:
+            this in cycles of up to :data:`~graphspec.shapes.PRODUCT_ROWS` nodes, and the former in prompts. Native kernels always have
+            the second.
         programmatic_launch: fused kernels may start while the one before them drains.
         linear_table: measured choices of fused linear layers (``LinearTable``); None: there
             are none.
@@ -130,9 +131,9 @@ def select_kernels(
     }
     # With a native decoder, the ops around it are native too. Native ops that are chosen one by one leave the others to torch.compile.
     whole = linear == attention == "auto" and set(chosen.values()) == {"native"}
-    if numerics == "batch_invariant" and not whole and (mode != "fused" or set(chosen.values()) != {"fused"}):
+    if numerics != "fast" and not whole and (mode != "fused" or set(chosen.values()) != {"fused"}):
         expected = "fast or auto, unless every kernel is fused, or native"
-        raise ConfigError("kernels.numerics", expected, "'batch_invariant'", "kernels.mode=fused")
+        raise ConfigError("kernels.numerics", expected, repr(numerics), "kernels.mode=fused")
     if mode == "fused":
         check_fused(device)
 
@@ -176,7 +177,7 @@ def select_kernels(
         from .native.cycle import NativeKernels
 
         return NativeKernels(**ops)
-    if numerics == "batch_invariant":
+    if numerics != "fast":
         ops["drafting"] = select_kernels(mode, attention, device, linear=linear, dtype=dtype, programmatic_launch=programmatic_launch)
     return KernelSet(**ops)
 

@@ -115,7 +115,7 @@ def make_comm(group: dist.ProcessGroup, device: torch.device, numerics: str = "f
     Args:
         group: all ranks; its backend for the device is gloo on a CPU and NCCL on GPUs.
         device: of this rank.
-        numerics: ``batch_invariant``: sums have one order, whatever the number of rows.
+        numerics: all but ``fast``: sums have one order, whatever the number of rows.
     """
     import torch.distributed._functional_collectives  # shapes of the operators without data
 
@@ -126,7 +126,7 @@ def make_comm(group: dist.ProcessGroup, device: torch.device, numerics: str = "f
 
     here, found = torch.cuda.current_device(), torch.cuda.device_count()
     if size > found or not all(torch.cuda.can_device_access_peer(here, other) for other in range(size) if other != here):
-        return DeviceComm(size, name, ordered=numerics == "batch_invariant")
+        return DeviceComm(size, name, ordered=numerics != "fast")
     memory = symmetric_memory.empty(ONE_SHOT_BYTES, dtype=torch.uint8, device=device)
     symmetric_memory.rendezvous(memory, group)
-    return DeviceComm(size, name, memory, ordered=numerics == "batch_invariant")
+    return DeviceComm(size, name, memory, ordered=numerics != "fast")

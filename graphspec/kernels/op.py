@@ -199,8 +199,10 @@ class KernelOp:
         native: module of :mod:`graphspec.kernels` that has a function of the op's name; None: the CPU has no native kernel.
         fused: ``file:attribute`` of the operator in the folder ``fused`` next to the reference; empty: ``OP`` in the file of the op's name.
             None: a fused cycle runs the reference, which the compiler fuses with what is around it.
-        invariant: the same of the operator that ``batch_invariant`` numerics have in its place; empty: the same one.
+        invariant: the same of the operator that ``cycle_invariant`` and ``batch_invariant`` numerics have in its place; empty: the same
+            one.
         exact: implementations agree bit for bit; otherwise it is a float op, which is compared with an fp64 oracle.
+        prompts: no cycle runs it.
     """
 
     reference: Callable[..., Any]
@@ -209,6 +211,7 @@ class KernelOp:
     fused: str | None = ""
     invariant: str = ""
     exact: bool = True
+    prompts: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or self.reference.__name__)
@@ -244,12 +247,13 @@ class KernelOp:
 
     @property
     def fused_names(self) -> tuple[str, ...]:
-        """Names of the implementations by fused kernels, for either numerics."""
+        """Names of the implementations by fused kernels, for all numerics."""
         return tuple(name for name in ("fused", "invariant") if name in self.implementations)
 
     def fused_name(self, numerics: str) -> str:
         """Name of the implementation that a fused cycle runs under these numerics."""
-        if numerics == "batch_invariant" and "invariant" in self.implementations:
+        lawful = numerics == "batch_invariant" or (numerics == "cycle_invariant" and not self.prompts)
+        if lawful and "invariant" in self.implementations:
             return "invariant"
         return "fused" if "fused" in self.implementations else "reference"
 
@@ -299,7 +303,7 @@ class KernelOp:
 
 
 def kernel_op(
-    *, name: str = "", native: str | None = None, fused: str | None = "", invariant: str = "", exact: bool = True
+    *, name: str = "", native: str | None = None, fused: str | None = "", invariant: str = "", exact: bool = True, prompts: bool = False
 ) -> Callable[[_F], _F]:
     """Declare that a function is the reference of an op; :class:`KernelOp` says what the arguments mean.
 
@@ -307,7 +311,7 @@ def kernel_op(
     """
 
     def declare(reference: _F) -> _F:
-        vars(reference)["kernel_op"] = KernelOp(reference, name, native, fused, invariant, exact)
+        vars(reference)["kernel_op"] = KernelOp(reference, name, native, fused, invariant, exact, prompts)
         return reference
 
     return declare

@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
+from ..shapes import PRODUCT_ROWS
 
 if TYPE_CHECKING:
     from ..config.schema import KernelsConfig
     from ..facts import ModelFacts
 
 
-def resolve_numerics(config: KernelsConfig, mode: str, target: ModelFacts, *, device: str, dtype: str) -> str:
-    """``fast`` or ``batch_invariant``: what was asked for, and for ``auto`` the latter where a pass of the target is one native op.
+def resolve_numerics(config: KernelsConfig, mode: str, target: ModelFacts, *, device: str, dtype: str, nodes: int) -> str:
+    """``fast``, ``cycle_invariant`` or ``batch_invariant``: what was asked for, or what ``auto`` is here.
 
-    On a GPU ``auto`` is ``fast``: no GPU has confirmed the other, and the launch model puts it above 3 % of most cycles.
+    That is ``batch_invariant`` where a pass of the target is one native op, and ``cycle_invariant`` where everything on a GPU is fused, in
+    16 bits, and no cycle has more rows than one tile of its products.
 
     Args:
         config: the group ``kernels``.
@@ -22,12 +24,25 @@ def resolve_numerics(config: KernelsConfig, mode: str, target: ModelFacts, *, de
         target: facts of the target.
         device: resolved, ``cpu`` or ``cuda``.
         dtype: of arithmetic, resolved. Weights and KV may have 16 bits.
+        nodes: of the largest cycle, over all its lanes.
+
+    Raises:
+        ConfigError: ``cycle_invariant`` is asked for, and cycles are larger than it serves.
     """
+    fused = mode == "fused" and {config.attention, config.linear} <= {"auto", "fused"}
+    if config.numerics == "cycle_invariant" and fused and nodes > PRODUCT_ROWS:
+        expected = f"batch_invariant or fast with cycles of more than {PRODUCT_ROWS} nodes in all"
+        found = f"cycle_invariant with {nodes}"
+        raise ConfigError("kernels.numerics", expected, found, "fewer runtime.max_rows or variant.num_draft_tokens")
     if config.numerics != "auto":
         return config.numerics
     native = mode == "compiled" and device == "cpu" and dtype == "float32" and config.attention == config.linear == "auto"
     whole = target.recurrent is None and target.latent is None and target.experts is None and not target.sharding.sharded
-    return "batch_invariant" if native and whole else "fast"
+    if native and whole:
+        return "batch_invariant"
+    measured = config.linear_table is not None or target.family.own_modules
+    proved = fused and device == "cuda" and dtype in ("bfloat16", "float16") and not measured
+    return "cycle_invariant" if proved and nodes <= PRODUCT_ROWS else "fast"
 
 
 def resolve_activations(config: KernelsConfig, mode: str, *, device: str, dtype: str) -> str:

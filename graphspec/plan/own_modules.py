@@ -23,7 +23,7 @@ def check_own_modules(config: Config) -> None:
         raise ConfigError("runtime.tensor_parallel", f"1 {_WITH}", config.runtime.tensor_parallel)
     if kernels.mode == "compiled":
         raise ConfigError("kernels.mode", f"auto, reference or fused {_WITH}", kernels.mode)
-    if kernels.numerics == "batch_invariant":
+    if kernels.numerics in ("cycle_invariant", "batch_invariant"):
         raise ConfigError("kernels.numerics", f"auto or fast {_WITH}, whose products may depend on the batch", kernels.numerics)
     if kernels.attention == "flashinfer":
         raise ConfigError("kernels.attention", f"another implementation {_WITH}", kernels.attention)

@@ -470,6 +470,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         runtime.depth_per_bucket, config.adaptive.depths, buckets, shape, variant, rule, fixed=static_tree is not None or lookback > 0
     )
     plain = 0 in config.adaptive.depths or any(first.num_steps == 0 for first in bucket_shapes)
+    nodes = max(bucket * own.num_draft_tokens for bucket, own in zip(buckets, bucket_shapes, strict=True))
     logprobs = min(runtime.max_logprobs, target.vocab_size)
     return Plan(
         variant=variant,
@@ -519,7 +520,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         kernels=kernels,
         attention=config.kernels.attention,
         linear=config.kernels.linear,
-        numerics=resolve_numerics(config.kernels, kernels, target, device=device, dtype=dtypes.compute),
+        numerics=resolve_numerics(config.kernels, kernels, target, device=device, dtype=dtypes.compute, nodes=nodes),
         activations=resolve_activations(config.kernels, kernels, device=device, dtype=dtypes.compute),
         draft_activations=config.kernels.draft_activations,
         programmatic_launch=config.kernels.programmatic_launch,

@@ -39,7 +39,7 @@ SHAPES = {"none": PLAIN, "chain (7,1,8)": CHAIN, "tree (5,4,8)": TREE, "tree (5,
 BUCKETS = (1, 2, 4, 8, 16, 32)
 VARIANTS_AT_ONE: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("compiled", (("mode", "compiled"),)),
-    ("batch_invariant", (("numerics", "batch_invariant"),)),
+    ("fast", (("numerics", "fast"),)),
     ("programmatic_launch", (("programmatic_launch", True),)),
 )
 """Other kernels at batch 1, next to the fused ones: keys of the kernels group."""
@@ -93,6 +93,7 @@ def record(bench: Bench, bandwidth: float, seconds: float) -> dict[str, Any]:
             for r in bench.cycle.capture_report()
         ],
         "kernels": dict(case.keys),
+        "numerics": bench.plan.numerics,
     }
 
 

@@ -148,7 +148,7 @@ KEYS: dict[str, Callable[[Any], bool]] = {
     "linear": _choice(*IMPLEMENTATIONS),
     "attention": _choice(*IMPLEMENTATIONS, "flashinfer"),
     "mode": _choice("auto", "reference", "compiled", "fused"),
-    "numerics": _choice("auto", "fast", "batch_invariant"),
+    "numerics": _choice("auto", "fast", "cycle_invariant", "batch_invariant"),
     "activations": _choice("full", "int8", "bfloat16"),
     "draft_activations": _choice("auto", "full"),
     "programmatic_launch": lambda v: v is None or type(v) is bool,

@@ -28,6 +28,8 @@ MAX_BYTES = 2 * GIB
 """Of all calls of one batch size, arguments and scratch, on a GPU that a dozen test processes share."""
 COUNTS = ("splits", "parts", "programs", "SPLITS")
 """What launchers call the number of programs that share a result."""
+LAW = "batch_invariant"
+"""Numerics under which cycles have the kernels of ``cycle_invariant``, too."""
 
 
 def parts(launch: Launch) -> int:
@@ -254,19 +256,19 @@ def merging_calls(lanes: int) -> list[Merging]:
     op = {op.name: op for op in OPS}
     rows, tokens = 8, 8 if lanes == 1 else 4
 
-    def fused(name: str) -> Callable[..., Any]:
-        return op[name].implementation("fused")
+    def fused(name: str, numerics: str = "fast") -> Callable[..., Any]:
+        return op[name].implementation(op[name].fused_name(numerics))
 
     # Up to 8 rows only products with a norm are split in fast numerics, and of Llama-3.1-8B's gated one every tile is a program's own.
     # Under the law its products without a norm are not split either.
     split = {
-        "qkv": (6144, 4096, ("norm",), (("fast", lanes), ("fast", 2 * lanes), ("batch_invariant", lanes))),
+        "qkv": (6144, 4096, ("norm",), (("fast", lanes), ("fast", 2 * lanes), (LAW, lanes))),
         "o": (4096, 4096, ("residual",), (("fast", 16),)),
-        "o of Llama-3.2-1B": (2048, 2048, ("residual",), (("batch_invariant", lanes),)),
+        "o of Llama-3.2-1B": (2048, 2048, ("residual",), ((LAW, lanes),)),
         "gate-up of Llama-3.2-3B": (16384, 3072, ("norm", "gated"), (("fast", lanes),)),
         "EAGLE-3's fc": (4096, 12288, (), (("fast", 16),)),
         "down": (4096, 14336, ("residual",), (("fast", 16),)),
-        "down of Qwen3.6-27B": (5120, 17408, ("residual",), (("batch_invariant", lanes),)),
+        "down of Qwen3.6-27B": (5120, 17408, ("residual",), ((LAW, lanes),)),
     }
     products = [
         Merging(f"linear {name}, {numerics}, {count} rows", fused_linear(numerics), _linear(count, outputs, inputs, *how))
@@ -276,7 +278,7 @@ def merging_calls(lanes: int) -> list[Merging]:
     written = [
         Merging(f"linear_kv_write {' '.join(how)}, {numerics}", fused_linear_kv_write(numerics), _projected(lanes, 4, *how), ("heads",))
         for how in ((), ("head norms",))
-        for numerics in ("fast", "batch_invariant")
+        for numerics in ("fast", LAW)
     ]
     return [
         *products,
@@ -289,8 +291,10 @@ def merging_calls(lanes: int) -> list[Merging]:
         Merging("shard_topk", fused("shard_topk"), _shard(lanes, rows, 8)),
         Merging("tree_attention", fused("tree_attention"), _attended(lanes, tokens), minimum=4),
         Merging("tree_attention, one token", fused("tree_attention"), _attended(lanes, 1), minimum=4),
+        Merging("tree_attention by position", fused("tree_attention", LAW), _attended(lanes, tokens), minimum=4),
         Merging("latent_attention, DeepSeek-V3", fused("latent_attention"), _latent(lanes, 2, 128)),
         Merging("latent_attention, DeepSeek-V2-Lite", fused("latent_attention"), _latent(lanes, tokens, 16)),
+        Merging("latent_attention by position, DeepSeek-V2-Lite", fused("latent_attention", LAW), _latent(lanes, tokens, 16)),
         Merging("moe_mlp", fused("moe_mlp"), _experts(lanes)),
         Merging("ngram_match", fused("ngram_match"), _history(lanes), ("candidates",)),
     ]

@@ -69,7 +69,7 @@ class Verify(Stage):
         if self.plan.target.recurrent is not None:
             recurrence = TreeRecurrence(
                 self.kernels, v.take(RecurrentStates), v.take(NodeRecords), v.lane_row_B, v.node_parent_BN, ancestors_BNX,
-                exact=self.plan.numerics == "batch_invariant",
+                exact=self.plan.numerics != "fast",
             )  # fmt: skip
         attention = TreeAttention(
             kernels=self.kernels,

@@ -10,7 +10,7 @@ from .latent_attention import both_sides
 from .tree_attention import chunk_attention
 
 
-@kernel_op(fused="latent_attention:CHUNK_OP", invariant="latent_position_attention:CHUNK_OP", exact=False)
+@kernel_op(fused="latent_attention:CHUNK_OP", invariant="latent_position_attention:CHUNK_OP", exact=False, prompts=True)
 def latent_chunk_attention(
     query_latent_BTQL: Tensor,
     query_rope_BTQR: Tensor,

@@ -97,7 +97,7 @@ def tree_attention(
     return masked_attention(query_BTQD, kv_pool, layer, table_BP, prefix_BTL | window_BTL, scale, sink_Q, softcap)
 
 
-@kernel_op(native="native", invariant="position_attention:CHUNK_OP", exact=False)
+@kernel_op(native="native", invariant="position_attention:CHUNK_OP", exact=False, prompts=True)
 def chunk_attention(
     query_BTQD: Tensor,
     kv_pool: Tensor,

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
+from torch.nn import functional
 
 from graphspec.api.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.kernels.attention.fused import tree_attention as by_slot
+from graphspec.shapes import PRODUCT_ROWS
 from tests.support.engines import prompts
 from tests.support.law import NETWORKS, SHAPES, VOCAB, Found, answered, assert_same, requests, write_family
 
@@ -91,6 +94,26 @@ def test_some_bits_of_fast_numerics_differ(family: Family, numerics: str) -> Non
         assert [place for place, bits in plain[1].items() if found[1].get(place) != bits]
     else:
         assert_same(found, plain)
+
+
+@pytest.mark.full
+def test_cycles_keep_the_law_after_prompts_that_the_library_reads(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``cycle_invariant``: a chunk has more rows than a tile, so the library multiplies it; all that cycles multiply is tiled."""
+    multiplied, rows = functional.linear, set()
+
+    def counted(x: Tensor, *weights: Tensor | None) -> Tensor:
+        rows.add(x.numel() // x.shape[-1])
+        return multiplied(x, *weights)
+
+    monkeypatch.setattr(functional, "linear", counted)
+    chunk = PRODUCT_ROWS + 16
+    asked = prompts(1, lengths=(chunk - 3,), vocab=VOCAB), [SamplingParams(max_tokens=12, ignore_eos=True, seed=0)]
+    one = {"max_rows": 1, "buckets": [1], "prefill_chunks": [chunk], "max_context": 128}
+    plain, _ = family.run("none", "cycle_invariant", asked, page_size=16, **one)
+    found, accepted = family.run(ITSELF, "cycle_invariant", asked, **WIDE, page_size=1, **one)
+    assert accepted > 2, "runs are accepted, or the test shows nothing"
+    assert_same(found, plain)
+    assert rows == {chunk}
 
 
 @pytest.mark.full

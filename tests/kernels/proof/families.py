@@ -93,6 +93,7 @@ def _head_product(values: bool) -> Callable[[int], None]:
 
 CALLS: dict[str, Callable[[int], None]] = {
     **{name: _product(outputs, inputs, *parts) for name, outputs, inputs, parts in SHAPES},
+    **{f"{name}-fp16": _product(outputs, inputs, *parts, "fp16") for name, outputs, inputs, parts in SHAPES if name in ("qkv", "o")},
     **{name: _packed(name) for name in ("int4", "fp8-block", "q4-1")},
     "qkv-write": _kv_write(4096, "summed"),
     "first-qkv-write": _kv_write(4096, "norm"),

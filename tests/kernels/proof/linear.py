@@ -27,7 +27,9 @@ def _meta(*shape: int) -> Tensor:
 
 
 def _linear_call(rows: int, outputs: int, inputs: int, *parts: str, config: LinearConfig | None = None) -> dict[str, Any]:
-    def meta(*shape: int, dtype: torch.dtype = torch.float32 if "fp32" in parts else torch.bfloat16) -> Tensor:
+    own = torch.float32 if "fp32" in parts else torch.float16 if "fp16" in parts else torch.bfloat16
+
+    def meta(*shape: int, dtype: torch.dtype = own) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     call: dict[str, Any] = {"x": meta(rows, inputs), "weight": meta(outputs, inputs)}

@@ -285,7 +285,8 @@ def fused_linear(numerics: str = "fast", table: LinearTable | None = None, produ
 
     Args:
         numerics: ``fast``: by ``table``, and so possibly by the number of rows. ``batch_invariant``: always the fused kernel, tiled by
-            the shape of the weight only, so that the bits of a row do not depend on other rows.
+            the shape of the weight only, so that the bits of a row do not depend on other rows. ``cycle_invariant``: the latter for as
+            many rows as a cycle may have, the former for others.
         table: measured choices; may be filled later, but before the trace. None: an empty one.
         products: what it calls; replaceable, to find out what would be launched.
     """

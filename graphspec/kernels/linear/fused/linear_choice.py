@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from ....errors import ConfigError
+from ....shapes import PRODUCT_ROWS
 from ...fused.hopper import MULTIPROCESSORS, PROGRAM_SHARED_BYTES, RESERVED_BYTES
 from ..packed import code_bits
 
 FORMAT = 3
-FUSED_ROWS = 64
-"""Above this many rows a product is no longer bound by reading its weights, and cuBLAS is used unless the numerics forbid it."""
 SCANNED_ROWS = 8
 """Up to this many rows every program computes the norm's factors itself, which takes less time than another launch."""
 RESIDENTS = 2
@@ -209,13 +208,13 @@ def invariant_config(shape: LinearShape, narrow: bool = True) -> LinearConfig:
     """
     for residents in (1, RESIDENTS) if narrow and _may_be_narrow(shape) else ():
         # As many inputs at a time as fit with the most rows: the same for every number of rows.
-        found = [_resident(shape, FUSED_ROWS, NARROW_OUTPUTS, inputs, residents, scan=False) for inputs in (256, 128)]
+        found = [_resident(shape, PRODUCT_ROWS, NARROW_OUTPUTS, inputs, residents, scan=False) for inputs in (256, 128)]
         widest = next((config for config in found if config is not None), None)
         if widest is not None and NARROW_WAVES <= waves(shape, replace(widest, splits=1), residents) <= BAD_WAVES[0]:
             few = _resident(shape, _tile_rows(shape), NARROW_OUTPUTS, widest.tile_inputs, residents, scan=False)
             assert few is not None, "fewer rows take less memory"
             return replace(few, splits=1)
-    return _config(shape, FUSED_ROWS, _tile_inputs(shape, 64), scan=False)
+    return _config(shape, PRODUCT_ROWS, _tile_inputs(shape, 64), scan=False)
 
 
 def _tile_rows(shape: LinearShape) -> int:
@@ -242,7 +241,7 @@ def _narrow(shape: LinearShape) -> list[LinearConfig]:
 
 def fast_config(shape: LinearShape) -> LinearConfig | None:
     """The choice for an unmeasured shape; None: cuBLAS."""
-    if shape.rows > FUSED_ROWS:
+    if shape.rows > PRODUCT_ROWS:
         return None
     if narrow := _narrow(shape):
         return narrow[0]
@@ -287,9 +286,11 @@ class LinearTable:
     requested: dict[LinearShape, None] = field(default_factory=dict)
 
     def choose(self, shape: LinearShape, numerics: str = "fast", narrow: bool = True) -> LinearConfig | None:
-        """The config of ``shape``; None: cuBLAS. With ``batch_invariant`` numerics, :func:`invariant_config`, whatever was measured."""
+        """The config of ``shape``; None: cuBLAS. Under ``batch_invariant`` numerics, and of the rows of a cycle under ``cycle_invariant``,
+        :func:`invariant_config`, whatever was measured.
+        """
         self.requested[shape] = None
-        if numerics == "batch_invariant":
+        if numerics == "batch_invariant" or (numerics == "cycle_invariant" and shape.rows <= PRODUCT_ROWS):
             return invariant_config(shape, narrow)
         return self.entries[shape] if shape in self.entries else fast_config(shape)
 
