@@ -157,6 +157,10 @@ class TrainConfig:
     start_from: str | None = None
     """A published draft of the same variant for the same target whose weights the run begins with: a folder, or a name on the Hub. It may
     have any layout and low precision; ``train.network`` is as it says. P-EAGLE may start from an EAGLE-3 head. null: a new network."""
+    recount_vocab: bool = False
+    """With ``start_from``: choose the draft vocabulary anew, the ids that are most frequent in this run's text. The output head keeps the
+    draft's rows of ids that stay, and begins with the target's for others; ``train.network.draft_vocab_size`` may be another than the
+    draft's. false: the draft's vocabulary."""
     resume: bool = True
     """Resume from the checkpoint in ``work``, if there is one; false: start again."""
     steps: int | None = None
@@ -237,6 +241,7 @@ class TrainConfig:
             given = getattr(self, key)
             check(f"train.{key}", given is None or not self.phases, "null with train.phases", given)
         check("train.tokens", self.tokens is None or self.steps is None, "null with train.steps", self.tokens)
+        check("train.recount_vocab", self.start_from is not None or not self.recount_vocab, "false without train.start_from", True)
         self._check_schedule()
 
     def _check_schedule(self) -> None:

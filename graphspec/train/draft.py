@@ -94,6 +94,10 @@ class Chats:
     share: float
     rows: dict[int, tuple[np.ndarray, np.ndarray]]
 
+    def answered(self) -> np.ndarray:
+        """``[tokens]``: the tokens of the answers, once for each length of sequences."""
+        return np.concatenate([tokens[marks] for tokens, marks in self.rows.values()])
+
 
 @dataclass(frozen=True)
 class Texts:
@@ -112,11 +116,6 @@ class Texts:
         rest = 1.0 - sum(chats.share for chats in self.chats)
         return rest if rest > 1e-9 else 0.0
 
-    def answered(self) -> np.ndarray:
-        """``[tokens]``: the tokens of the answers, once for each length of sequences."""
-        answers = [tokens[marks] for chats in self.chats for tokens, marks in chats.rows.values()]
-        return np.concatenate(answers) if answers else np.empty(0, dtype=np.int32)
-
     def sequences(self) -> dict[int, list[np.ndarray]]:
         """By length, sets of sequences ``[N, length]`` that a run reads again and again."""
         found = {length: [tokens] for length, tokens in self.written.items()}
@@ -126,7 +125,8 @@ class Texts:
         return found
 
     def counts(self, vocab_size: int) -> Tensor:
-        """``[V]`` int64: occurrences of each id, all kinds of text with equal weight, whatever their lengths.
+        """``[V]`` int64: occurrences of each id, all kinds of text with equal weight, whatever their lengths; among conversations, each
+        entry with its share.
 
         A draft has to predict text that the target writes; the training text provides counts of rare tokens.
         """
@@ -134,8 +134,9 @@ class Texts:
         if self.written:
             ids = np.concatenate([tokens.ravel() for tokens in self.written.values()])
             total = total + np.bincount(ids, minlength=vocab_size) / len(ids)
-        if len(ids := self.answered()):
-            total = total + np.bincount(ids, minlength=vocab_size) / len(ids)
+        for chats in self.chats:
+            ids = chats.answered()
+            total = total + chats.share / (1.0 - self.text_share) * np.bincount(ids, minlength=vocab_size) / max(1, len(ids))
         return torch.from_numpy(np.rint(total * 1e9).astype(np.int64))
 
     def batch(self, count: int, length: int, raw_share: float, seed: int) -> tuple[Tensor, Tensor | None]:
@@ -296,7 +297,7 @@ def train_draft(
     }
     ids = drafter.target_ids()
     if ids is not None:
-        written = [tokens.ravel() for tokens in texts.written.values()] + ([texts.answered()] if texts.chats else [])
+        written = [tokens.ravel() for tokens in texts.written.values()] + [chats.answered() for chats in texts.chats]
         drafted = np.concatenate(written) if written else texts.stream
         figures["draft_vocab_size"] = len(ids)
         figures["draft_vocab_coverage"] = round(float(np.isin(drafted, ids.cpu().numpy()).mean()), 4)

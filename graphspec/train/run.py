@@ -50,7 +50,7 @@ def run(config: LaunchConfig, watch: Watch = unwatched) -> dict[str, Any]:
     """
     variant, train, start = resolve_variant(config.variant.name).name, config.train, None
     if train.start_from is not None and variant in trained_variants():
-        start = Start.read(variant, train.start_from, model_folder(config.model.path, config.model.revision))
+        start = Start.read(variant, train.start_from, model_folder(config.model.path, config.model.revision), train.recount_vocab)
         train = replace(train, network=start.network_settings(train.network))
     recipe = Recipe(variant, train)
     if not train.data:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..config.catalog import load_object, resolve_variant
@@ -29,6 +29,8 @@ from .drafter import Drafter, network_of, stored_names, weight_of
 KEY = "train.start_from"
 _OF_A_FILE = {"path", "decoder", "layout", "first_index", "mask_token_id"}
 """Facts of a draft that say where its tensors are, or that its decoder or its settings have."""
+_RECOUNTED = frozenset({"draft_vocab_size"})
+"""Facts of a draft that ``train.recount_vocab`` changes."""
 _OF_A_LAYER = (
     "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "attention_bias", "output_bias",
     "mlp_bias", "qk_norm", "rope", "latent", "experts", "recurrent", "multipliers",
@@ -46,20 +48,24 @@ class Start:
         folder: its own.
         network: of inference, its weights as they are stored; ``meta`` tensors are the target's.
         settings: ``train.network`` of it.
+        recounted: whether the run chooses its own draft vocabulary.
     """
 
     folder: Path
     network: nn.Module
     settings: Mapping[str, Any]
+    recounted: bool = False
 
     @classmethod
-    def read(cls, variant: str, path: str, target: Path) -> Start:
+    def read(cls, variant: str, path: str, target: Path, recounted: bool = False) -> Start:
         """The draft in a folder, or of the Hub, for the target in another folder.
 
         Raises:
             CheckpointError: a draft of another variant or for another target, or one that can't be read.
-            ConfigError: as :func:`graphspec.facts.folders.named_folder`.
+            ConfigError: as :func:`graphspec.facts.folders.named_folder`; ``recounted`` of a variant without a draft vocabulary.
         """
+        if recounted and "draft_vocab_size" not in network_of(variant).Settings.__dataclass_fields__:
+            raise ConfigError("train.recount_vocab", f"false: {variant} drafts all ids of the target", True)
         folder, model = named_folder(KEY, path), read_model_facts(target)
         nowhere = targets.load_target(model, (), 1, torch.float32, torch.device("meta"))
         refusals: list[CheckpointError] = []
@@ -71,7 +77,7 @@ class Start:
                 refusals.append(refusal)
                 continue
             network = load_object(kind.loader)(facts, nowhere, 1, torch.float32, torch.device("cpu"), None)
-            return cls(folder, network, network_of(variant).settings_of(network.facts, model))
+            return cls(folder, network, network_of(variant).settings_of(network.facts, model), recounted)
         raise refusals[0]
 
     def network_settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,10 +86,11 @@ class Start:
         Raises:
             ConfigError: the two contradict each other.
         """
-        for key, value in self.settings.items():
+        fixed = {key: value for key, value in self.settings.items() if not (self.recounted and key == "draft_vocab_size")}
+        for key, value in fixed.items():
             if key in given and given[key] != value:
                 raise ConfigError(f"train.network.{key}", f"{value}, as the draft in {KEY} has it", brief(given[key]))
-        return {**given, **self.settings}
+        return {**self.settings, **given, **fixed}
 
     @torch.no_grad()
     def fill(self, drafter: Drafter, target: PreTrainedModel) -> str:
@@ -92,7 +99,9 @@ class Start:
         Raises:
             CheckpointError: a draft with an option that is not trained, or with tensors that the network has no place for.
         """
-        check_same(drafter.facts, cast("DraftFacts", self.network.facts), self.folder)
+        check_same(drafter.facts, cast("DraftFacts", self.network.facts), self.folder, _RECOUNTED if self.recounted else frozenset())
+        if self.recounted:
+            take_vocabulary(self.network, drafter)
         taken = drafter.adopt(self.network)
         for name in stored_names(self.network):
             if name not in taken and not self._is_a_copy(name, target):
@@ -112,13 +121,13 @@ class Start:
         return theirs is not None and torch.equal(theirs.bfloat16(), ours.to("cpu", torch.bfloat16))
 
 
-def check_same(trained: DraftFacts, published: DraftFacts, folder: Path) -> None:
-    """Check that a published draft computes what the one in training does.
+def check_same(trained: DraftFacts, published: DraftFacts, folder: Path, own: frozenset[str] = frozenset()) -> None:
+    """Check that a published draft computes what the one in training does, but for facts that are the latter's ``own``.
 
     Raises:
         CheckpointError: it doesn't; names the first fact that differs.
     """
-    known = {field.name for field in fields(published)} - _OF_A_FILE
+    known = {field.name for field in fields(published)} - _OF_A_FILE - own
     pairs: list[tuple[str, DraftFacts | ModelFacts, DraftFacts | ModelFacts]]
     pairs = [(field.name, trained, published) for field in fields(trained) if field.name in known]
     pairs += [(name, trained.decoder, published.decoder) for name in _OF_A_LAYER]
@@ -129,3 +138,17 @@ def check_same(trained: DraftFacts, published: DraftFacts, folder: Path) -> None
             raise CheckpointError(f"{KEY}: {folder}: {name}", f"{expected}, as drafts that are trained here have it", found)
     if any(published.decoder.sliding_window):
         raise CheckpointError(f"{KEY}: {folder}: sliding_window", "none: drafts in training see their whole prefix", "windows")
+
+
+def take_vocabulary(published: nn.Module, drafter: Drafter) -> None:
+    """Give a loaded network the draft vocabulary of a new drafter. Rows of ``lm_head`` for ids that it didn't draft are the drafter's."""
+    begun, found = drafter.network.lm_head.get_parameter("weight").detach().clone(), weight_of(published, "lm_head.weight")
+    if found is not None:
+        old, new = cast("Tensor | None", published.target_token_Vd), drafter.target_ids()
+        row_V = torch.full((drafter.facts.decoder.vocab_size,), -1)
+        row_V[slice(None) if old is None else old] = torch.arange(len(found))
+        row_Vd = row_V if new is None else row_V[new]
+        begun[row_Vd >= 0] = found[row_Vd[row_Vd >= 0]]
+        published.lm_head = head = nn.Linear(begun.shape[1], begun.shape[0], bias=False)
+        head.weight = nn.Parameter(begun)
+    published.register_buffer("target_token_Vd", drafter.target_ids())

@@ -16,7 +16,7 @@ from graphspec.config.train_options import AcceptanceConfig, TextConfig
 from graphspec.drafters.heads.eagle3_training import choose_draft_vocab
 from graphspec.errors import CheckpointError, ConfigError, ResourceError
 from graphspec.train.acceptance import held_out_prompts
-from graphspec.train.draft import Recipe, Texts, draft_losses, train_draft
+from graphspec.train.draft import Chats, Recipe, Texts, draft_losses, train_draft
 from graphspec.train.drafter import Target, network_of, unrolled
 from graphspec.train.export import export_draft
 from graphspec.train.optim import Optimizers
@@ -346,6 +346,14 @@ def test_both_kinds_of_text_weigh_the_same():
     texts = Texts(np.array([1, 1, 1, 2]), {4: np.array([[2, 2, 2, 2]] * 50)})
     counts = texts.counts(4).double()
     assert (counts / counts.sum()).tolist() == [0.0, 0.375, 0.625, 0.0]
+
+
+def test_conversations_are_counted_by_their_shares():
+    ones, twos = (np.full((rows, 4), token) for rows, token in ((50, 1), (2, 2)))
+    marks = np.ones((50, 4), dtype=bool)
+    chats = [Chats(0.2, {4: (ones, marks)}), Chats(0.6, {4: (twos, marks[:2])})]
+    counts = Texts(np.array([0]), {}, chats).counts(3).double()
+    assert (counts / counts.sum()).tolist() == pytest.approx([0.5, 0.125, 0.375])
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from graphspec.config.compose import load_config
 from graphspec.drafters.convert import convert
+from graphspec.drafters.heads.eagle3_training import choose_draft_vocab
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.models.quantise import quantise
+from graphspec.text.tokenizer import Tokenizer
 from graphspec.train.drafter import Drafter, load_target, network_of
 from graphspec.train.export import export_draft
 from graphspec.train.run import run
@@ -45,10 +47,10 @@ def publish(folder: Path, variant: str, family: str = "llama", tied: bool = True
     return folder / "target", draft
 
 
-def begun(variant: str, start: Path, target: Path, **network: object) -> tuple[Drafter, str]:
-    """A new drafter that begins with a published one, and the digest of its weights."""
+def begun(variant: str, start: Path, target: Path, recounted: bool = False, **network: object) -> tuple[Drafter, str]:
+    """A new drafter that begins with a published one, and the digest of its weights. The text's most frequent ids are the highest."""
     model, kind = load_target(target), network_of(variant)
-    found = Start.read(variant, str(start), target)
+    found = Start.read(variant, str(start), target, recounted)
     torch.manual_seed(1)
     drafter = kind.build(model, kind.Settings(**found.network_settings(network)), torch.arange(96))
     return drafter, found.fill(drafter, model)
@@ -116,6 +118,34 @@ def test_masks_may_be_learnt_on_an_eagle3_head(tmp_path):
     assert torch.equal(*first)
 
 
+@pytest.mark.parametrize(
+    ("variant", "size", "wanted"), [("eagle3", 48, None), ("eagle3", 48, 40), ("p_eagle", 40, 48), ("eagle3", 96, 40), ("eagle3", 40, 96)]
+)
+def test_the_draft_vocabulary_may_be_that_of_the_new_text(tmp_path, variant, size, wanted):
+    target, draft = publish(tmp_path, "eagle3", draft_vocab_size=size)
+    before, old = begun("eagle3", draft, target)
+    after, new = begun(variant, draft, target, recounted=True, **({} if wanted is None else {"draft_vocab_size": wanted}))
+    model, ids = load_target(target), after.target_ids()
+    size, known = wanted or size, range(96) if before.target_ids() is None else before.target_ids().tolist()
+    assert ids is None if size == 96 else torch.equal(ids, choose_draft_vocab(torch.arange(96), size, [model.config.eos_token_id]))
+    mine, theirs = after.network.lm_head.weight, before.network.lm_head.weight
+    drafted = range(96) if ids is None else ids.tolist()
+    assert len(mine) == size and 0 < sum(token in known for token in drafted) < max(size, len(known))
+    for row, token in zip(mine, drafted, strict=True):
+        assert torch.equal(row, theirs[list(known).index(token)] if token in known else model.lm_head.weight[token])
+    own = dict(after.network.named_parameters())
+    assert all(torch.equal(own[name], weight) for name, weight in before.network.named_parameters() if name != "lm_head.weight")
+    assert old != new
+
+
+def test_only_a_draft_vocabulary_can_be_counted_anew(tmp_path):
+    target, draft = publish(tmp_path, "mtp")
+    with pytest.raises(ConfigError, match=r"train.recount_vocab: expected false: mtp drafts all ids of the target, found True"):
+        begun("mtp", draft, target, recounted=True)
+    with pytest.raises(ConfigError, match=r"train.recount_vocab: expected false without train.start_from, found True"):
+        load_config("train.recount_vocab=true")
+
+
 def change(draft: Path, **keys: object) -> None:
     file = draft / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | keys))
@@ -180,6 +210,15 @@ def test_one_command_continues_a_published_draft(tmp_path):
     save_file({name: t * 2 if name == "norm.weight" else t for name, t in first.items()}, tmp_path / "other" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"start_from.*other settings"):
         run(load_config(*words(texts, tmp_path / "still", *base, *still, f"train.start_from={tmp_path / 'other'}")))
+    # Text with few letters of its own: each of them is drafted.
+    anew = [start, "train.recount_vocab=true", "train.network.draft_vocab_size=20", f"train.data={tmp_path / 'letters'}"]
+    (tmp_path / "letters").mkdir()
+    for number in range(12):
+        (tmp_path / "letters" / f"{number:02d}.txt").write_text("xyzw " * 60)
+    figures = run(load_config(*words(texts, tmp_path / "anew", *base, *anew, *still)))
+    assert figures["training"]["draft_vocab_size"] == 20
+    ids = load_file(tmp_path / "anew" / "model.safetensors")["d2t"] + torch.arange(20)
+    assert set(Tokenizer(target).encode("xyzw ")) <= set(ids.tolist())
     longer = words(texts, tmp_path / "more", *base, start, "train.phases=[[40,4,24]]")
     figures = run(load_config(*longer))
     assert figures["training"]["steps"] == 40 and figures["config"]["start_from"] == str(tmp_path / "first")
