@@ -34,7 +34,7 @@ PROMPT = "> "
 N_GRAMS = ("variant=ngram", "variant.num_steps=2", "variant.topk=1", "variant.num_draft_tokens=3", "adaptive.depths=[0]")
 """The drafter of a model without a head, and of one whose head only pays with other weights. It has no weights. Three nodes cost little
 more than one even where weights have 4 bits, and where nothing repeats the cycle is a plain one."""
-FEW_BITS = ("kernels.activations=int8", "variant.num_steps=1", "variant.topk=1", "variant.num_draft_tokens=2")
+FEW_BITS = ("kernels.activations=int8", "variant.num_steps=2", "variant.topk=1", "variant.num_draft_tokens=3")
 """What makes a head of ours pay over weights of few bits on a CPU: nodes that cost less, and few of them (docs/benchmarks.md)."""
 SHAPE = {"variant.num_steps", "variant.topk", "variant.num_draft_tokens"}
 HELP = """\
