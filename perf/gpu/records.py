@@ -1,12 +1,13 @@
 """A pytest plugin that appends one JSON line to a file when a check ends: ``-p perf.gpu.records --records FILE``.
 
-An interrupted run keeps its lines. Under pytest-xdist the controlling process writes, for all workers. ``--passed-before FILE`` lists
-checks, one per line, that are left out.
+An interrupted run keeps its lines. Under pytest-xdist the controlling process writes, for all workers, and a worker that ends does not end
+the run. ``--passed-before FILE`` lists checks, one per line, that are left out.
 """
 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,18 @@ def pytest_configure(config: pytest.Config) -> None:
     file = config.getoption("--records")
     if file is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Records(file))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Let xdist send to a worker that has just ended: it learns of the end next, and gives the worker's checks to another."""
+    send = node.sendcommand
+
+    def sendcommand(name: str, **arguments: object) -> None:
+        with suppress(OSError):
+            send(name, **arguments)
+
+    node.sendcommand = sendcommand
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -45,10 +45,25 @@ def test_around(broken): pass
 def test_ends_its_process(): os._exit(11)
 @pytest.mark.seconds(0.5)
 def test_hangs(): time.sleep(60)
-def test_says_that_a_capture_failed(): raise RuntimeError("operation not permitted when stream is capturing")
+def test_says_that_a_capture_failed():
+    time.sleep(0.3)
+    raise RuntimeError("operation not permitted when stream is capturing")
 @pytest.mark.parametrize("n", range(4))
 def test_others(n): pass
 """
+
+LATE = """
+import time, pytest
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    send = node.sendcommand
+    def late(name, **arguments):
+        if name == "steal":
+            time.sleep(2)
+        send(name, **arguments)
+    node.sendcommand = late
+"""
+"""What xdist asks a process for comes after that process has ended."""
 
 TORCH = """
 class cuda:
@@ -72,10 +87,12 @@ def suite(tmp_path: Path) -> Path:
     return folder
 
 
-def test_other_checks_are_recorded_whatever_one_does(suite: Path) -> None:
+@pytest.mark.parametrize("controller", ["", LATE], ids=["in-time", "late"])
+def test_other_checks_are_recorded_whatever_one_does(suite: Path, controller: str) -> None:
     file = suite / "records.jsonl"
+    (suite / "controller.py").write_text(controller)
     command = [
-        sys.executable, "-m", "pytest", str(suite), "-q", "-p", "no:cacheprovider", "-p", "perf.gpu.records", f"--records={file}",
+        sys.executable, "-m", "pytest", str(suite), "-q", "-p", "no:cacheprovider", "-p", "perf.gpu.records", f"--records={file}", "-p", "controller",
         "--numprocesses", "2", "--dist", "worksteal", "--max-worker-restart", "9", "--rootdir", str(suite), "-c", str(suite / "pytest.ini"),
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": str(suite)})
