@@ -130,14 +130,26 @@ class Texts:
 
         A draft has to predict text that the target writes; the training text provides counts of rare tokens.
         """
-        total = np.bincount(self.stream, minlength=vocab_size) / max(1, len(self.stream))
-        if self.written:
-            ids = np.concatenate([tokens.ravel() for tokens in self.written.values()])
-            total = total + np.bincount(ids, minlength=vocab_size) / len(ids)
-        for chats in self.chats:
-            ids = chats.answered()
-            total = total + chats.share / (1.0 - self.text_share) * np.bincount(ids, minlength=vocab_size) / max(1, len(ids))
+        total = _frequencies(self.stream, vocab_size) + self._of_target(vocab_size)
         return torch.from_numpy(np.rint(total * 1e9).astype(np.int64))
+
+    def coverage(self, ids: Tensor, vocab_size: int) -> float:
+        """The share of the tokens to be drafted that are among ``ids``: of what the target writes, weighed as in :meth:`counts`, or of the
+        training text if it wrote nothing.
+        """
+        found = self._of_target(vocab_size)
+        if not found.any():
+            found = _frequencies(self.stream, vocab_size)
+        return float(found[ids.cpu().numpy()].sum() / found.sum())
+
+    def _of_target(self, vocab_size: int) -> np.ndarray:
+        """``[V]`` float64: how frequent each id is in what the target writes, all kinds of text added."""
+        total = np.zeros(vocab_size)
+        if self.written:
+            total += _frequencies(np.concatenate([tokens.ravel() for tokens in self.written.values()]), vocab_size)
+        for chats in self.chats:
+            total += chats.share / (1.0 - self.text_share) * _frequencies(chats.answered(), vocab_size)
+        return total
 
     def batch(self, count: int, length: int, raw_share: float, seed: int) -> tuple[Tensor, Tensor | None]:
         """Sequences ``[count, length]`` int64, and whether the token after each counts, bool ``[count, length]``, None: all do.
@@ -171,6 +183,11 @@ class Texts:
                 raise ConfigError("train.text.sets", f"a set of sequences of {length} tokens, as the schedule has", sorted(self.written))
             if config.raw_share > 0.0 and len(self.stream) <= length:
                 raise ConfigError("train.data", f"more than {length} training tokens", len(self.stream))
+
+
+def _frequencies(ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    """``[V]`` float64: the share of each id; zeros for no ids."""
+    return np.bincount(ids, minlength=vocab_size) / max(1, len(ids))
 
 
 def soft_targets(logits_MV: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -297,8 +314,6 @@ def train_draft(
     }
     ids = drafter.target_ids()
     if ids is not None:
-        written = [tokens.ravel() for tokens in texts.written.values()] + [chats.answered() for chats in texts.chats]
-        drafted = np.concatenate(written) if written else texts.stream
         figures["draft_vocab_size"] = len(ids)
-        figures["draft_vocab_coverage"] = round(float(np.isin(drafted, ids.cpu().numpy()).mean()), 4)
+        figures["draft_vocab_coverage"] = round(texts.coverage(ids, drafter.facts.decoder.vocab_size), 4)
     return drafter.eval(), figures

@@ -84,13 +84,18 @@ class Start:
         """``train.network`` as given and as the draft has it.
 
         Raises:
-            ConfigError: the two contradict each other.
+            ConfigError: the two contradict each other, or leave no draft vocabulary to choose.
         """
         fixed = {key: value for key, value in self.settings.items() if not (self.recounted and key == "draft_vocab_size")}
         for key, value in fixed.items():
             if key in given and given[key] != value:
                 raise ConfigError(f"train.network.{key}", f"{value}, as the draft in {KEY} has it", brief(given[key]))
-        return {**self.settings, **given, **fixed}
+        settings = {**self.settings, **given, **fixed}
+        everything = cast("DraftFacts", self.network.facts).decoder.vocab_size
+        if self.recounted and self.settings["draft_vocab_size"] == settings["draft_vocab_size"] == everything:
+            expected = f"false, or train.network.draft_vocab_size below {everything}: the draft in {KEY} drafts all ids"
+            raise ConfigError("train.recount_vocab", expected, True)
+        return settings
 
     @torch.no_grad()
     def fill(self, drafter: Drafter, target: PreTrainedModel) -> str:

@@ -356,6 +356,15 @@ def test_conversations_are_counted_by_their_shares():
     assert (counts / counts.sum()).tolist() == pytest.approx([0.5, 0.125, 0.375])
 
 
+def test_coverage_is_that_of_what_the_target_writes():
+    """Entries of conversations weigh as in training; the training text where the target wrote nothing."""
+    text, ids, marks = np.array([1, 1, 1, 2]), torch.tensor([1]), np.ones((50, 4), dtype=bool)
+    chats = [Chats(0.2, {4: (np.full((50, 4), 1), marks)}), Chats(0.6, {4: (np.full((2, 4), 2), marks[:2])})]
+    assert Texts(text, {}).coverage(ids, 3) == 0.75
+    assert Texts(text, {4: np.array([[2, 2, 2, 1]] * 50)}).coverage(ids, 3) == 0.25
+    assert Texts(text, {}, chats).coverage(ids, 3) == pytest.approx(0.25)
+
+
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
