@@ -92,8 +92,9 @@ def test_other_checks_are_recorded_whatever_one_does(suite: Path, controller: st
     file = suite / "records.jsonl"
     (suite / "controller.py").write_text(controller)
     command = [
-        sys.executable, "-m", "pytest", str(suite), "-q", "-p", "no:cacheprovider", "-p", "perf.gpu.records", f"--records={file}", "-p", "controller",
-        "--numprocesses", "2", "--dist", "worksteal", "--max-worker-restart", "9", "--rootdir", str(suite), "-c", str(suite / "pytest.ini"),
+        sys.executable, "-m", "pytest", str(suite), "-q", "-p", "no:cacheprovider", "-p", "perf.gpu.records", f"--records={file}",
+        "-p", "controller", "--numprocesses", "2", "--dist", "worksteal", "--max-worker-restart", "9",
+        "--rootdir", str(suite), "-c", str(suite / "pytest.ini"),
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": str(suite)})
     records = results.read(file)

@@ -144,7 +144,7 @@ def test_only_a_draft_vocabulary_can_be_counted_anew(tmp_path):
         begun("mtp", draft, target, recounted=True)
     _, whole = publish(tmp_path / "whole", "eagle3", draft_vocab_size=96)
     for given in ({}, {"draft_vocab_size": 96}):
-        with pytest.raises(ConfigError, match=r"recount_vocab: expected false, or train.network.draft_vocab_size below 96: .* drafts all ids"):
+        with pytest.raises(ConfigError, match=r"recount_vocab: expected false, or train.network.draft_vocab_size below 96: .* all ids"):
             begun("eagle3", whole, target, recounted=True, **given)
     with pytest.raises(ConfigError, match=r"train.recount_vocab: expected false without train.start_from, found True"):
         load_config("train.recount_vocab=true")
