@@ -22,23 +22,11 @@ from graphspec.serve import app, grammar_trials
 from graphspec.text.schema_size import compile_steps
 from graphspec.text.structured import Structured
 from tests.support.hostile import COMPLETIONS as PATH
-from tests.support.hostile import body, schema
+from tests.support.hostile import LONG, body, schema
 from tests.support.serving import PATIENCE, Served, raw_post, serving, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-LONG = {
-    "type": "object",
-    "properties": {
-        f"{group}": {
-            "type": "object",
-            "properties": {f"{group}k{place}": {"type": "string", "pattern": f"^[a-z]{{1,{place + 3}}}{group}$"} for place in range(40)},
-        }
-        for group in range(300)
-    },
-}
-"""More than a minute and a half of a core, with few optional properties in any object: xgrammar takes each of 12,000 patterns by itself."""
 
 
 @pytest.fixture(scope="module")
