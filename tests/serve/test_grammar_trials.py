@@ -78,18 +78,19 @@ def test_steps_count_the_optional_properties_of_every_object() -> None:
 def test_a_client_that_leaves_ends_its_compilation(server: Served) -> None:
     """Unless another waits for the same grammar."""
     sent = raw_post(json.dumps(body(LONG)).encode())
-    first, second = server.connect(), server.connect()
-    first.sendall(sent)
-    wait_for(lambda: len(forks(server)) == 1)
-    second.sendall(sent)
-    wait_for(lambda: server.api.slots.taken == 2)
-    first.close()
-    wait_for(lambda: server.api.slots.taken == 1)
-    assert len(forks(server)) == 1
-    assert server.post(PATH, body(schema(3))).status_code == 200
-    second.close()
-    wait_for(lambda: not forks(server))
-    server.idle()
+    waiting = server.api.trials._waiting
+    with server.connect() as first, server.connect() as second:
+        first.sendall(sent)
+        wait_for(lambda: len(forks(server)) == 1)
+        second.sendall(sent)
+        wait_for(lambda: list(waiting.values()) == [2])
+        first.close()
+        wait_for(lambda: list(waiting.values()) == [1])
+        assert len(forks(server)) == 1
+        assert server.post(PATH, body(schema(3))).status_code == 200
+        second.close()
+        wait_for(lambda: not forks(server))
+        server.idle()
 
 
 def test_each_is_tried_once(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,10 +116,9 @@ def test_health_is_that_of_the_process(server: Served, monkeypatch: pytest.Monke
     trials = server.api.trials
     process = trials._process
     assert process is not None and health() == 200
-    connection = server.connect()
-    connection.sendall(raw_post(json.dumps(body(LONG)).encode()))
-    wait_for(lambda: len(forks(server)) == 1 and health() == 200 and trials._question.done())
-    connection.close()
+    with server.connect() as connection:
+        connection.sendall(raw_post(json.dumps(body(LONG)).encode()))
+        wait_for(lambda: len(forks(server)) == 1 and health() == 200 and trials._question.done())
     process._process.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(app, "STUCK_SECONDS", 0.0)
     health()  # Asks.
