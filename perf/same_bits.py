@@ -170,7 +170,7 @@ def run(args: argparse.Namespace, work: Path, file: Path) -> bool:
 
     for model, own in MODELS.items():
         folder = work / COPY if model.startswith(COPY) else source
-        if model not in args.models:
+        if args.models and model not in args.models:
             continue
         record, plain = answered(folder, {**keys, **own, "variant": "none"}, args.prompts, args.max_tokens)
         note(model, "plain", record)
@@ -205,8 +205,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compare, print a line for each case, write the records to ``--out``; 1 if a bit differs, or if the control finds none."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="only these forms of it")
-    parser.add_argument("--case", nargs="+", choices=[case.name for case in CASES], help="only these drafters")
+    parser.add_argument("--models", nargs="+", action="extend", choices=list(MODELS), help="only these forms of it")
+    parser.add_argument("--case", nargs="+", action="extend", choices=[case.name for case in CASES], help="only these drafters")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--control", type=int, default=4, help="prompts of the control; 0: none")
