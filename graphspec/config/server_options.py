@@ -54,8 +54,9 @@ class ServerConfig:
     """Time limit for a client to read what was sent; then its request is aborted."""
     grammar_seconds: float = 10.0
     """Time limit for compiling the grammar of a request; one that takes longer is refused."""
-    keep_alive_seconds: float = 5.0
-    """How long a connection stays open after an answer."""
+    keep_alive_seconds: float = 30.0
+    """How long a connection stays open after an answer: longer than clients keep one (httpx: 5 s), so that none of their requests meets a
+    connection that is being closed."""
     drain_seconds: float = 60.0
     """Time that requests have to finish after SIGTERM."""
 

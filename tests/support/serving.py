@@ -51,7 +51,9 @@ class Served:
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve(sockets=[self.socket])), daemon=True)
         self.thread.start()
         wait_for(lambda: self.server.started)
-        self.client = httpx2.Client(base_url=self.url, timeout=PATIENCE)
+        # A connection that the server is about to close must not be used again: a request on its way then would be reset.
+        limits = httpx2.Limits(keepalive_expiry=self.options.keep_alive_seconds / 2)
+        self.client = httpx2.Client(base_url=self.url, timeout=PATIENCE, limits=limits)
 
     def post(self, path: str, body: dict[str, Any], **headers: str) -> httpx2.Response:
         return self.client.post(path, json=body, headers=headers)
