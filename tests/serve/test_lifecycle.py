@@ -100,6 +100,12 @@ def test_a_connection_is_kept_for_the_next_request(llm: LLM) -> None:
         connection.close()
 
 
+def test_clients_give_up_idle_connections_first() -> None:
+    """One that the server closes may be that of the next request."""
+    expiry = httpx2.Limits().keepalive_expiry
+    assert expiry is not None and ServerConfig().keep_alive_seconds >= 2 * expiry
+
+
 def test_a_client_that_does_not_read_is_disconnected(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its request is aborted, and its row serves others."""
     from graphspec.serve import app
