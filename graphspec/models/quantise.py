@@ -132,7 +132,7 @@ def quantise(
     ignore += [] if any(name.split(".")[-2:-1] == [_HEAD] for name in chosen) or _HEAD in ignore else [_HEAD]
     config["quantization_config"] = quantization_config(row, group, ignore)
     work = _Work(checkpoint, row, group, chosen, observer)
-    after = _write_folder(destination, checkpoint, config, work.tensors())
+    after = write_folder(destination, checkpoint, config, work.tensors())
     return Quantised(destination, code, group, len(chosen), work.before, after, math.sqrt(work.changed / (work.all or 1)))
 
 
@@ -153,8 +153,7 @@ def expand(model: str | Path, out: str | Path, numbers: str) -> Expanded:
     if numbers not in NUMBERS:
         raise ConfigError("format", "one of " + ", ".join(NUMBERS), repr(numbers))
     source, destination = model_folder(str(model)), user_path("out", str(out))
-    if weights_files(source):
-        raise CheckpointError(str(source), "a folder with config.json and safetensors", "GGUF, whose config has another form")
+    refuse_gguf(source)
     checkpoint = Checkpoint(source)
     packed = [name for name in checkpoint.names() if checkpoint.is_packed(name)]
     if not packed:
@@ -172,8 +171,14 @@ def expand(model: str | Path, out: str | Path, numbers: str) -> Expanded:
             tensor = checkpoint.raw(name)
             yield name, (tensor.to(NUMBERS[numbers]) if checkpoint.is_packed(name) else tensor).contiguous()
 
-    after = _write_folder(destination, checkpoint, config, tensors())
+    after = write_folder(destination, checkpoint, config, tensors())
     return Expanded(destination, numbers, len(packed), before, after)
+
+
+def refuse_gguf(source: Path) -> None:
+    """Raises CheckpointError for a folder whose weights are a GGUF file."""
+    if weights_files(source):
+        raise CheckpointError(str(source), "a folder with config.json and safetensors", "GGUF, whose config has another form")
 
 
 def _linear(checkpoint: Checkpoint, name: str) -> bool:
@@ -243,7 +248,7 @@ class _Work:
         return packed
 
 
-def _write_folder(out: Path, checkpoint: Checkpoint, config: dict[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> int:
+def write_folder(out: Path, checkpoint: Checkpoint, config: dict[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> int:
     """Write a new folder with these tensors, and with the files of a checkpoint that are no weights; returns the bytes of the tensors."""
     with new_folder("out", out) as folder:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
