@@ -13,6 +13,7 @@ from .schema import MAX, MIN
 DTYPES = ("float32", "bfloat16")
 CROSS_ENTROPY, LK_ALPHA, LK_LAMBDA = "cross_entropy", "lk_alpha", "lk_lambda"
 LOSSES = (CROSS_ENTROPY, LK_ALPHA, LK_LAMBDA)
+QAT_FORMATS = ("int4", "int8", "fp8")
 SCHEDULES = ("linear", "cosine", "constant")
 DEFAULT_STEPS = 600
 TEMPERATURES = (1e-5, 1e5)
@@ -139,6 +140,27 @@ class AcceptanceConfig:
 
 
 @dataclass(kw_only=True)
+class QatConfig:
+    """Quantisation-aware training: the draft computes with weights rounded to a format, and learns to be good with them. The finished
+    checkpoint has the rounded numbers in bfloat16; ``graphspec convert`` with the same format, group and modules, and ``observer=mse`` for
+    int4, finds their codes again.
+    """
+
+    format: str | None = None
+    """int4, int8 or fp8; null: weights are not rounded."""
+    group: int | None = None
+    """Channels that share a scale; null: the largest of 128, 64 and 32 that divides all of these layers."""
+    modules: list[str] = field(default_factory=lambda: ["layers"])
+    """Linear layers by the last part of their names, such as ``fc`` or ``lm_head``; ``layers``: the projections of decoder layers."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "train.qat")
+        if self.format is not None:
+            one_of("train.qat.format", self.format, QAT_FORMATS)
+        check("train.qat.group", self.group is None or (self.group >= 8 and self.group % 8 == 0), "a multiple of 8", self.group)
+
+
+@dataclass(kw_only=True)
 class TrainConfig:
     """Options of ``graphspec train``. The group's choices are presets, one for each variant that is trained."""
 
@@ -211,6 +233,7 @@ class TrainConfig:
     """Drafts whose hidden state predicts the target's next feature: weight of the SmoothL1 distance to it."""
     raw_share: float = 0.0
     """share of each batch that is cut from the data; the rest is text written by the target."""
+    qat: QatConfig = field(default_factory=QatConfig)
     network: dict[str, Any] = field(default_factory=dict)
     """settings of the variant's network, such as ``draft_vocab_size``, ``tap_layers``, ``num_heads``."""
     text: TextConfig = field(default_factory=TextConfig)
@@ -220,7 +243,7 @@ class TrainConfig:
         check_fields(self, "train", paths=("held_out", "out", "work", "start_from"))
         self.data = list(self.data) if isinstance(self.data, list | tuple) else [self.data]
         read_sources(self.data)
-        for group in (self.text, self.acceptance):
+        for group in (self.text, self.acceptance, self.qat):
             group.__post_init__()
         check("train.held_out_share", 0 < self.held_out_share < 0.5, "a share above 0, below 0.5", self.held_out_share)
         one_of("train.dtype", self.dtype, DTYPES)

@@ -27,7 +27,7 @@ from ..weights.rounding import GROUPS, MINMAX, OBSERVERS, ROUNDED, Rounded, quan
 from .checkpoint import FLOATS, Checkpoint
 
 LAYERS, EXPERTS = "layers", "experts"
-_PROJECTION = re.compile(r"\w+_proj(_with_mqa|_qkvz?|_z)?")
+PROJECTION = re.compile(r"\w+_proj(_with_mqa|_qkvz?|_z)?")
 """Linear layers of decoder layers by the last part of their names. Gates and steps of recurrent layers (``in_proj_ba``) are small, and
 published checkpoints keep them."""
 _HEAD, _EMBEDDING = "lm_head", "embed_tokens"
@@ -192,7 +192,7 @@ def _chosen(checkpoint: Checkpoint, modules: Sequence[str]) -> set[str]:
     leaves = {name: name.split(".")[-2] for name in linear if name not in experts}
     chosen: set[str] = set()
     for module in modules:
-        found = {name for name, leaf in leaves.items() if leaf == module or (module == LAYERS and _PROJECTION.fullmatch(leaf))}
+        found = {name for name, leaf in leaves.items() if leaf == module or (module == LAYERS and PROJECTION.fullmatch(leaf))}
         found = experts if module == EXPERTS else found
         if not found:
             known = f"{LAYERS}, {EXPERTS} where they are stored one by one, or names of linear layers: "

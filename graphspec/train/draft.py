@@ -10,6 +10,7 @@ its blocks begin at some rows of each sequence (DFlash, arXiv 2602.06036).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,12 @@ from .cached import CachedTarget
 from .drafter import Drafter, NetworkConfig, Target, network_of, trained_variants
 from .loop import Watch, unwatched
 from .losses import mean_loss
+from .qat import RoundedWeights
 from .start import Start
 
 BITS = (
     "lr", "adamw_lr", "schedule", "warmup", "cooldown", "restarts", "clip", "dtype", "compile", "seed",
-    "unroll", "decay", "loss", "feature_weight", "raw_share", "cache_features",
+    "unroll", "decay", "loss", "feature_weight", "raw_share", "cache_features", "qat",
 )  # fmt: skip
 """Keys of ``train`` that determine, with phases and network, the weights of a trained draft."""
 COMPILE_PAYS = 100
@@ -294,12 +296,16 @@ def train_draft(
         losses, hits = means.tolist()
         return {"loss": [round(x, 4) for x in losses], "agreement": [round(x, 4) for x in hits]}
 
-    job = loop.Job(recipe.variant, drafter, drafter.unmixed, loss, {**recipe.settings(), "start_from": begins_with}, describe)
+    rounded = None if config.qat.format is None else RoundedWeights(drafter.network, config.qat)
+    settings = {**recipe.settings(), "start_from": begins_with}
+    job = loop.Job(recipe.variant, drafter, drafter.unmixed, loss, settings, describe, nullcontext if rounded is None else rounded.applied)
     try:
         trained = loop.run(job, config, work, watch)
     finally:
         if cache is not None:
             cache.close()
+    if rounded is not None:
+        rounded.apply()
     figures: dict[str, Any] = {
         "variant": recipe.variant,
         "steps": config.total_steps,

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -52,6 +52,7 @@ class Job:
         loss: ``(step, batch, sequence length) -> (loss [], figures)``; of the figures, a tensor of any shape, running means are kept.
         settings: everything that determines the trained weights, as JSON values; a checkpoint with other settings is refused.
         describe: turns the running means of the figures into a record, whose ``loss`` is shown.
+        computing: a context around a loss and its gradients, in which parameters may have other values than those that are updated.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Job:
     loss: Callable[[int, int, int], tuple[Tensor, Tensor]]
     settings: Mapping[str, Any]
     describe: Callable[[Tensor], dict[str, Any]]
+    computing: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,9 @@ def run(job: Job, config: TrainConfig, work: Path, watch: Watch = unwatched) -> 
             batch, length = phase_at(phases, step)
             rates = optimizers.rates
             with memory_named(batch, length):
-                loss, figures = job.loss(step, batch, length)
-                loss.backward()
+                with job.computing():
+                    loss, figures = job.loss(step, batch, length)
+                    loss.backward()
                 optimizers.step()
             now = figures.detach()
             means = now if means is None else SMOOTHING * means + (1 - SMOOTHING) * now

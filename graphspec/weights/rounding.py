@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,7 @@ GROUPS = (128, 64, 32)
 """The best first: what kernels elsewhere take."""
 
 
-def round_to(weight: Tensor, row: Rounded, group: int, observer: str = MINMAX) -> Packed:
+def round_to(weight: Tensor, row: Rounded, group: int, observer: str = MINMAX, shares: Sequence[float] = SHARES) -> Packed:
     """The nearest codes of a weight.
 
     Args:
@@ -59,6 +60,7 @@ def round_to(weight: Tensor, row: Rounded, group: int, observer: str = MINMAX) -
         row: of :data:`ROUNDED`; with an observer other than ``minmax``, not ``as_gguf``.
         group: a divisor of K.
         observer: one of :data:`OBSERVERS`.
+        shares: what ``mse`` chooses from, next to 1.
 
     Unless ``as_gguf``, scales are rounded to their dtype first: codes are the nearest ones for what is stored.
     """
@@ -68,7 +70,7 @@ def round_to(weight: Tensor, row: Rounded, group: int, observer: str = MINMAX) -
     scales = _stored_scales(exact, row, weight.dtype)
     if observer == MSE:
         best = _squared_error(values, scales, row)
-        for share in SHARES:
+        for share in shares:
             other = _stored_scales(exact * share, row, weight.dtype)
             error = _squared_error(values, other, row)
             scales, best = torch.where(error < best, other, scales), torch.minimum(error, best)

@@ -1,0 +1,124 @@
+"""Quantisation-aware training: the network computes with rounded weights, and its updates go to exact ones.
+
+Gradients pass through the rounding as if it were not there (the straight-through estimator: Bengio et al. 2013, arXiv 1308.3432; of
+weights, Courbariaux et al. 2015, arXiv 1511.00363), so the exact weights move until other codes are nearer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..config.train_options import QatConfig
+from ..errors import ConfigError
+from ..kernels.linear.packed import dequantise
+from ..models.layers import Linear
+from ..models.quantise import LAYERS, PROJECTION
+from ..weights.rounding import GROUPS, MINMAX, MSE, ROUNDED, Rounded, round_to
+
+KEY = "train.qat"
+STEPS = (6, 7, 8, 9, 10, 12)
+"""Steps of 4-bit codes that the largest magnitude of a group may be, where scales are chosen by the squared error in each step of a
+training: six in place of the 37 of :data:`graphspec.weights.rounding.SHARES`."""
+SHARES = tuple(7.5 / steps for steps in STEPS)
+ROWS = 128
+"""Rows rounded at once, so that what is computed of them stays in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """A parameter that is rounded, as it is published: times the scale of its inputs, which is no part of the checkpoint."""
+
+    parameter: nn.Parameter
+    input_scale: Tensor | None
+    group: int
+
+
+class RoundedWeights:
+    """The weights of a network that are rounded.
+
+    Args:
+        network: in training.
+        config: ``train.qat`` with a format.
+
+    Raises:
+        ConfigError: names of no linear layers, a group that doesn't divide a layer, or a group of a format that fixes it.
+    """
+
+    def __init__(self, network: nn.Module, config: QatConfig) -> None:
+        assert config.format is not None, "a format"
+        self.row: Rounded = ROUNDED[config.format]
+        owners = Counter(parameter for _, parameter in network.named_parameters(remove_duplicate=False))
+        # A head that is the embedding is no layer with a weight of its own.
+        named = {
+            name: module
+            for name, module in network.named_modules()
+            if isinstance(module, Linear) and owners[module.get_parameter("weight")] == 1
+        }
+        leaves = {name: name.rpartition(".")[2] for name in named}
+        chosen: dict[str, Linear] = {}
+        for wanted in config.modules:
+            found = {name for name, leaf in leaves.items() if leaf == wanted or (wanted == LAYERS and PROJECTION.fullmatch(leaf))}
+            if not found:
+                known = ", ".join(dict.fromkeys([LAYERS, *sorted(set(leaves.values()))]))
+                raise ConfigError(f"{KEY}.modules", f"names of linear layers of the draft: {known}", repr(wanted))
+            chosen |= {name: named[name] for name in found}
+        channels = {name: module.get_parameter("weight").shape[1] for name, module in chosen.items()}
+        group = _group(self.row, config.group, channels)
+        self.weights = [
+            _Weight(module.get_parameter("weight"), dict(module.named_buffers(recurse=False)).get("input_scale"), group or channels[name])
+            for name, module in chosen.items()
+        ]
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Replace the weights by the rounded ones."""
+        for weight in self.weights:
+            weight.parameter.copy_(self._rounded(weight))
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """A context in which the weights are the rounded ones; gradients that are made in it are those of the exact ones."""
+        exact = [weight.parameter.detach().clone() for weight in self.weights]
+        self.apply()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for weight, values in zip(self.weights, exact, strict=True):
+                    weight.parameter.copy_(values)
+
+    def _rounded(self, weight: _Weight) -> Tensor:
+        """Of the numbers in bfloat16, which are published. Codes that these have once are found again when they are rounded."""
+        exact, scale = weight.parameter, 1.0 if weight.input_scale is None else weight.input_scale
+        stored = (exact * scale).bfloat16()
+        shares = SHARES if self.row.code == "int4" else ()
+        parts = [
+            dequantise(round_to(rows, self.row, weight.group, MSE if shares else MINMAX, shares), torch.float32)
+            for rows in stored.split(ROWS)
+        ]
+        return torch.cat(parts) / scale
+
+
+def _group(row: Rounded, asked: int | None, channels: dict[str, int]) -> int:
+    """Channels that share a scale; 0: all of a row."""
+    if row.group is not None:
+        if asked not in (None, row.group):
+            raise ConfigError(f"{KEY}.group", f"{row.group or 'none'}, as the format fixes it", asked)
+        sizes: tuple[int, ...] = (row.group,)
+    else:
+        sizes = GROUPS if asked is None else (asked,)
+    if sizes == (0,):
+        return 0
+    for size in sizes:
+        if not any(count % size for count in channels.values()):
+            return size
+    name = next(name for name, count in channels.items() if count % sizes[-1])
+    raise ConfigError(
+        f"{KEY}.group", f"a divisor of the {channels[name]} channels of {name}", asked or "none of " + ", ".join(map(str, GROUPS))
+    )
