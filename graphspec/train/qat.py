@@ -94,7 +94,7 @@ class RoundedWeights:
                     weight.parameter.copy_(values)
 
     def _rounded(self, weight: _Weight) -> Tensor:
-        """Of the numbers in bfloat16, which are published. Codes that these have once are found again when they are rounded."""
+        """The weight rounded as it will be published: in bfloat16, times the scale of its inputs."""
         exact, scale = weight.parameter, 1.0 if weight.input_scale is None else weight.input_scale
         stored = (exact * scale).bfloat16()
         shares = SHARES if self.row.code == "int4" else ()

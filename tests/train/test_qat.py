@@ -100,6 +100,17 @@ def test_the_codes_of_a_finished_draft_are_found_again(tmp_path: Path, texts: Pa
     assert without["training"]["loss_by_depth"] != record["training"]["loss_by_depth"]
 
 
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path, texts: Path) -> None:  # noqa: F811
+    target = save_target(tmp_path / "target", "llama")
+    words = ["variant=eagle3", f"model.path={target}", f"train.data=[{texts}]", *FAST, "train.schedule=constant", "train.warmup=0"]
+    words += ["train.network.draft_vocab_size=64", "train.network.tap_layers=[1,2]", "train.qat.format=int4", "train.qat.group=8"]
+    run(load_config(*words, f"train.out={tmp_path / 'whole'}"))
+    for steps in (2, 6):
+        run(load_config(*words, f"train.out={tmp_path / 'parts'}", f"train.phases=[[{steps},4,24]]"))
+    whole, parts = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts"))
+    assert whole == parts
+
+
 def test_what_cannot_be_rounded() -> None:
     for message, settings in (
         (r"train\.qat\.format: found .int3. .*expected one of int4, int8, fp8", {"format": "int3"}),
