@@ -21,8 +21,8 @@ from typing import IO, Any
 from graphspec.drafters import convert as layouts
 from graphspec.drafters.heads.eagle3_facts import TAP_KEY
 from graphspec.host.native_build import cache_folder
+from graphspec.models.average import average
 from graphspec.models.checkpoint import Checkpoint
-from graphspec.models.quantise import expand
 
 WORKER = Path(__file__).with_name("peer_worker.py")
 
@@ -87,7 +87,7 @@ def openvino_head(head: Path, folder: Path) -> Path:
     """
     stored = Checkpoint(head)
     packed = any(stored.is_packed(name) for name in stored.names())
-    numbers = expand(head, folder / "numbers", "bfloat16").folder if packed else head
+    numbers = average([head], folder / "numbers", "bfloat16").folder if packed else head
     made = layouts.convert(numbers, folder / "head", "sglang").folder
     config = json.loads((made / "config.json").read_text(encoding="utf-8"))
     if (taps := config.get("eagle_config", {}).get(TAP_KEY)) is None:

@@ -309,10 +309,9 @@ def _fetch(words: Sequence[str]) -> int:
 
 def _convert(words: Sequence[str]) -> int:
     from ..drafters import convert
-    from ..models import average, quantise
+    from ..models import quantise
 
-    with_format = average if sum(word.startswith("model=") for word in words) > 1 else quantise
-    rewrites: Any = with_format if any(word.startswith("format=") for word in words) else convert
+    rewrites: Any = quantise if any(word.startswith("format=") for word in words) else convert
     print(rewrites.from_words(words).sentence)
     return 0
 

@@ -1,7 +1,8 @@
-"""The mean of several checkpoints of one network, such as the ends of several training runs that began with the same one.
+"""Checkpoints in plain numbers: those that the codes of one stand for, or the mean of several of one network.
 
-It often generalises better than each of them and costs nothing more to run: stochastic weight averaging (Izmailov et al. 2018, arXiv
-1803.05407), model soups (Wortsman et al. 2022, arXiv 2203.05482).
+The ends of several training runs that began with the same network have a mean that often generalises better than each of them and costs
+nothing more to run: stochastic weight averaging (Izmailov et al. 2018, arXiv 1803.05407), model soups (Wortsman et al. 2022, arXiv
+2203.05482).
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from ..config.paths import user_path
 from ..errors import CheckpointError, ConfigError, spell_bytes
 from ..facts.files import MAX_CONFIG, read_json
 from ..facts.folders import model_folder
+from ..facts.gguf_model import weights_files
 from .checkpoint import Checkpoint
-from .quantise import NUMBERS, refuse_gguf, write_folder
+from .write import write_folder
 
+NUMBERS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+"""Formats without codes."""
 _OF_A_FILE = ("quantization_config", "torch_dtype", "dtype", "transformers_version", "_name_or_path")
 """Keys of ``config.json`` that say how numbers are stored and by what, not what they mean."""
 
@@ -32,59 +36,71 @@ class Averaged:
 
     Attributes:
         folder: the new one.
-        format: of the numbers, a key of :data:`graphspec.models.quantise.NUMBERS`.
+        format: of the numbers, a key of :data:`NUMBERS`.
         models: how many.
+        codes: how many weights of the first were codes.
         size: bytes of all tensors.
-        distance: root mean square of the distances from the mean, relative to that of the mean's numbers.
+        distance: root mean square of the distances from the mean, relative to that of the mean's numbers; without what stays.
     """
 
     folder: Path
     format: str
     models: int
+    codes: int
     size: int
     distance: float
 
     @property
     def sentence(self) -> str:
         """The result in words."""
-        numbers = f"the mean of {self.models} checkpoints in {self.format}, {spell_bytes(self.size)}"
-        return f"{self.folder}: {numbers}; they are {self.distance:.1%} from it"
+        what, rest = f"{self.codes} weights of low precision as numbers", ""
+        if self.models > 1:
+            what, rest = f"the mean of {self.models} checkpoints", f"; they are {self.distance:.1%} from it"
+        return f"{self.folder}: {what} in {self.format}, {spell_bytes(self.size)}{rest}"
 
 
 def average(models: Sequence[str | Path], out: str | Path, numbers: str) -> Averaged:
-    """Write the mean of checkpoints, of targets or drafts, to a new folder, with the other files of the first.
+    """Write the mean of checkpoints, of targets or drafts, to a new folder, with the other files of the first. That of one has the numbers
+    that its codes stand for: for programs that can't read the codes.
+
+    Tensors that are codes in no checkpoint and equal in all stay as they are stored.
 
     Args:
-        models: two or more folders, or what else ``model=`` takes. Codes count as the numbers that they stand for.
+        models: folders, or what else ``model=`` takes.
         out: a folder that doesn't exist yet, or is empty.
-        numbers: a key of :data:`graphspec.models.quantise.NUMBERS`. Sums are in float32.
+        numbers: a key of :data:`NUMBERS`, for what doesn't stay. Sums are in float32.
 
     Raises:
-        CheckpointError: a source that can't be read or is a GGUF file; configs, names or shapes that differ, or whole numbers, such as
-            the ids of a draft vocabulary.
-        ConfigError: fewer than two, an unknown format, or a folder that is not empty or can't be written.
+        CheckpointError: a source that can't be read, is a GGUF file, or has experts of low precision in one tensor, whose layout differs in
+            full precision; one without codes, if it is the only one; configs, names or shapes that differ, or whole numbers, such as the
+            ids of a draft vocabulary.
+        ConfigError: no checkpoint, an unknown format, or a folder that is not empty or can't be written.
     """
     if numbers not in NUMBERS:
-        raise ConfigError("format", "one of " + ", ".join(NUMBERS) + " for a mean", repr(numbers))
-    if len(models) < 2:
-        raise ConfigError("model", "two or more checkpoints", len(models))
+        raise ConfigError("format", "one of " + ", ".join(NUMBERS), repr(numbers))
+    if not models:
+        raise ConfigError("model", "a checkpoint, or several", "none")
     sources, destination = [model_folder(str(model)) for model in models], user_path("out", str(out))
     for source in sources:
-        refuse_gguf(source)
+        if weights_files(source):
+            raise CheckpointError(str(source), "a folder with config.json and safetensors", "GGUF, whose config has another form")
     first, *others = checkpoints = [Checkpoint(source) for source in sources]
     config = _config(first)
     for other in others:
         _check_same(first, config, other)
+    codes = set().union(*map(_codes, checkpoints))
+    if not others and not codes:
+        raise CheckpointError(str(first.path), "weights in low precision", "full precision")
     changed = total = 0.0
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         nonlocal changed, total
         for name in first.names():
             found = [checkpoint.raw(name) for checkpoint in checkpoints]
-            if not found[0].is_floating_point():
-                _check_equal(checkpoints, name, found)
+            if name not in codes and all(tensor.dtype == found[0].dtype and torch.equal(tensor, found[0]) for tensor in found):
                 yield name, found[0].contiguous()
                 continue
+            _check_numbers(checkpoints, name, found)
             mean = torch.stack([tensor.float() for tensor in found]).mean(0)
             if not mean.isfinite().all():
                 raise CheckpointError(first.key(name), "finite numbers in every checkpoint", "infinity or NaN")
@@ -93,7 +109,7 @@ def average(models: Sequence[str | Path], out: str | Path, numbers: str) -> Aver
             yield name, mean.to(NUMBERS[numbers])
 
     size = write_folder(destination, first, config, tensors())
-    return Averaged(destination, numbers, len(models), size, (changed / (total or 1)) ** 0.5)
+    return Averaged(destination, numbers, len(models), len(_codes(first)), size, (changed / (total or 1)) ** 0.5)
 
 
 def _config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -101,6 +117,18 @@ def _config(checkpoint: Checkpoint) -> dict[str, Any]:
     config = read_json(checkpoint.path / "config.json", MAX_CONFIG)
     config.pop("quantization_config", None)
     return config
+
+
+def _codes(checkpoint: Checkpoint) -> set[str]:
+    """The weights that are codes. Reads no weights.
+
+    Raises:
+        CheckpointError: one of all experts.
+    """
+    codes = {name for name in checkpoint.names() if checkpoint.is_packed(name)}
+    if (experts := next((name for name in sorted(codes) if not name.endswith(".weight")), None)) is not None:
+        raise CheckpointError(checkpoint.key(experts), "codes of one linear layer each", "those of all experts in one tensor")
+    return codes
 
 
 def _check_same(first: Checkpoint, config: dict[str, Any], other: Checkpoint) -> None:
@@ -118,22 +146,11 @@ def _check_same(first: Checkpoint, config: dict[str, Any], other: Checkpoint) ->
             raise CheckpointError(other.key(name), f"shape {list(first.shape(name))}, as {first.path} has it", list(other.shape(name)))
 
 
-def _check_equal(checkpoints: Sequence[Checkpoint], name: str, found: Sequence[Tensor]) -> None:
+def _check_numbers(checkpoints: Sequence[Checkpoint], name: str, found: Sequence[Tensor]) -> None:
+    """Check that tensors that are not all the same have a mean: not if one of them is of whole numbers."""
+    first, floats = found[0], found[0].is_floating_point()
     for checkpoint, tensor in zip(checkpoints, found, strict=True):
-        if not torch.equal(tensor, found[0]):
-            expected = f"the same {found[0].dtype} numbers as in {checkpoints[0].path}"
-            raise CheckpointError(checkpoint.key(name), expected, "others, which have no mean with these")
-
-
-def from_words(words: Sequence[str]) -> Averaged:
-    """:func:`average` with the arguments of the command line, ``model=FOLDER model=FOLDER ... out=FOLDER format=NAME``.
-
-    Raises:
-        ConfigError: other arguments.
-    """
-    pairs = [word.split("=", 1) for word in words if "=" in word]
-    models = [value for key, value in pairs if key == "model"]
-    options = {key: value for key, value in pairs if key != "model"}
-    if len(pairs) != len(words) or len(pairs) != len(models) + len(options) or options.keys() != {"out", "format"}:
-        raise ConfigError("convert", "model=FOLDER model=FOLDER ... out=FOLDER format=" + "|".join(NUMBERS), " ".join(words))
-    return average(models, options["out"], options["format"])
+        same = tensor.dtype == first.dtype and torch.equal(tensor, first)
+        if tensor.is_floating_point() != floats or not (floats or same):
+            expected = f"the same {first.dtype} numbers as in {checkpoints[0].path}"
+            raise CheckpointError(checkpoint.key(name), expected, f"others ({tensor.dtype}), which have no mean with these")

@@ -1,41 +1,27 @@
-"""A checkpoint in another precision: linear layers rounded to the nearest codes, as compressed-tensors stores them, or codes as numbers."""
+"""A checkpoint in low precision: linear layers rounded to the nearest codes, as compressed-tensors stores them."""
 
 from __future__ import annotations
 
-import json
 import math
-import re
-import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from ..config.paths import new_folder, unwritable, user_path
+from ..config.paths import user_path
 from ..errors import CheckpointError, ConfigError, spell_bytes
 from ..facts.files import MAX_CONFIG, read_json
 from ..facts.folders import model_folder
-from ..facts.gguf_model import weights_files
-from ..facts.quantisation import SIDECAR, read_quantisation
+from ..facts.quantisation import read_quantisation
 from ..kernels.linear.packed import Packed, dequantise
-from ..weights.rounding import GROUPS, MINMAX, OBSERVERS, ROUNDED, Rounded, quantization_config, round_to, stored
+from ..weights.rounded_layers import LAYERS, chosen_layers, group_size
+from ..weights.rounding import MINMAX, OBSERVERS, ROUNDED, Rounded, quantization_config, round_to, stored
+from .average import NUMBERS, Averaged, average
 from .checkpoint import FLOATS, Checkpoint
+from .write import write_folder
 
-LAYERS, EXPERTS = "layers", "experts"
-PROJECTION = re.compile(r"\w+_proj(_with_mqa|_qkvz?|_z)?")
-"""Linear layers of decoder layers by the last part of their names. Gates and steps of recurrent layers (``in_proj_ba``) are small, and
-published checkpoints keep them."""
 _HEAD, _EMBEDDING = "lm_head", "embed_tokens"
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".safetensors.index.json", ".bin.index.json")
-SHARD = 5 * 10**9
-"""Bytes of tensors in a file; a larger tensor has a file of its own."""
-NUMBERS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-"""Formats without codes (:func:`expand`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,30 +51,6 @@ class Quantised:
         groups = f"groups of {self.group} channels" if self.group else "a scale for each row"
         size = f"{spell_bytes(self.after)} of {spell_bytes(self.before)}"
         return f"{self.folder}: {self.layers} linear layers in {self.format}, {groups}; {size}; relative rounding error {self.error:.2%}"
-
-
-@dataclass(frozen=True, slots=True)
-class Expanded:
-    """Result of :func:`expand`.
-
-    Attributes:
-        folder: the new one.
-        format: of the numbers, a key of :data:`NUMBERS`.
-        weights: how many were codes.
-        before, after: bytes of all tensors.
-    """
-
-    folder: Path
-    format: str
-    weights: int
-    before: int
-    after: int
-
-    @property
-    def sentence(self) -> str:
-        """The result in words."""
-        size = f"{spell_bytes(self.after)}, from {spell_bytes(self.before)}"
-        return f"{self.folder}: {self.weights} weights of low precision as numbers in {self.format}; {size}"
 
 
 def quantise(
@@ -124,10 +86,12 @@ def quantise(
     checkpoint = Checkpoint(source)
     if (packed := next(filter(checkpoint.is_packed, checkpoint.names()), None)) is not None or read_quantisation(source) is not None:
         raise CheckpointError(checkpoint.key(packed) if packed else str(source), "weights in full precision", "low precision")
-    chosen = _chosen(checkpoint, modules)
-    group = _group(checkpoint, chosen, row, group)
+    linear = [name for name in checkpoint.names() if _linear(checkpoint, name)]
+    experts = {name for name in linear if ".experts." in name}
+    chosen = chosen_layers("modules", modules, {name: name.split(".")[-2] for name in linear if name not in experts}, experts)
+    group = group_size("group", row, group, {name: checkpoint.shape(name)[1] for name in linear if name in chosen})
     config = read_json(source / "config.json", MAX_CONFIG)
-    ignore = [name.removesuffix(".weight") for name in checkpoint.names() if _linear(checkpoint, name) and name not in chosen]
+    ignore = [name.removesuffix(".weight") for name in linear if name not in chosen]
     # A tied head is a layer without a tensor.
     ignore += [] if any(name.split(".")[-2:-1] == [_HEAD] for name in chosen) or _HEAD in ignore else [_HEAD]
     config["quantization_config"] = quantization_config(row, group, ignore)
@@ -136,85 +100,9 @@ def quantise(
     return Quantised(destination, code, group, len(chosen), work.before, after, math.sqrt(work.changed / (work.all or 1)))
 
 
-def expand(model: str | Path, out: str | Path, numbers: str) -> Expanded:
-    """Write a checkpoint, of a target or a draft, with the numbers that its codes stand for to a new folder: for programs that can't read
-    the codes. Other tensors stay as they are stored.
-
-    Args:
-        model: folder of the checkpoint, or what else ``model=`` takes.
-        out: a folder that doesn't exist yet, or is empty.
-        numbers: a key of :data:`NUMBERS`. float32 has every number as it is, the others may round.
-
-    Raises:
-        CheckpointError: a source that can't be read, is a GGUF file, has no codes, or has experts in one tensor, whose layout differs in
-            full precision.
-        ConfigError: an unknown format, or a folder that is not empty or can't be written.
-    """
-    if numbers not in NUMBERS:
-        raise ConfigError("format", "one of " + ", ".join(NUMBERS), repr(numbers))
-    source, destination = model_folder(str(model)), user_path("out", str(out))
-    refuse_gguf(source)
-    checkpoint = Checkpoint(source)
-    packed = [name for name in checkpoint.names() if checkpoint.is_packed(name)]
-    if not packed:
-        raise CheckpointError(str(source), "weights in low precision", "full precision")
-    if (experts := next((name for name in packed if len(checkpoint.shape(name)) != 2), None)) is not None:
-        raise CheckpointError(checkpoint.key(experts), "weights of one linear layer each", f"shape {list(checkpoint.shape(experts))}")
-    config = read_json(source / "config.json", MAX_CONFIG)
-    config.pop("quantization_config", None)
-    before = 0
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        nonlocal before
-        for name in checkpoint.names():
-            before += sum(part.nbytes for part in checkpoint.stored(name).values())
-            tensor = checkpoint.raw(name)
-            yield name, (tensor.to(NUMBERS[numbers]) if checkpoint.is_packed(name) else tensor).contiguous()
-
-    after = write_folder(destination, checkpoint, config, tensors())
-    return Expanded(destination, numbers, len(packed), before, after)
-
-
-def refuse_gguf(source: Path) -> None:
-    """Raises CheckpointError for a folder whose weights are a GGUF file."""
-    if weights_files(source):
-        raise CheckpointError(str(source), "a folder with config.json and safetensors", "GGUF, whose config has another form")
-
-
 def _linear(checkpoint: Checkpoint, name: str) -> bool:
     """Whether a tensor is the weight of a linear layer."""
     return name.endswith(".weight") and len(checkpoint.shape(name)) == 2 and not name.endswith(f"{_EMBEDDING}.weight")
-
-
-def _chosen(checkpoint: Checkpoint, modules: Sequence[str]) -> set[str]:
-    linear = [name for name in checkpoint.names() if _linear(checkpoint, name)]
-    experts = {name for name in linear if ".experts." in name}
-    leaves = {name: name.split(".")[-2] for name in linear if name not in experts}
-    chosen: set[str] = set()
-    for module in modules:
-        found = {name for name, leaf in leaves.items() if leaf == module or (module == LAYERS and PROJECTION.fullmatch(leaf))}
-        found = experts if module == EXPERTS else found
-        if not found:
-            known = f"{LAYERS}, {EXPERTS} where they are stored one by one, or names of linear layers: "
-            raise ConfigError("modules", known + ", ".join(sorted(set(leaves.values()))), repr(module))
-        chosen |= found
-    return chosen
-
-
-def _group(checkpoint: Checkpoint, chosen: Iterable[str], row: Rounded, group: int | None) -> int:
-    if row.group is not None and group not in (None, row.group):
-        raise ConfigError("group", f"{row.group or 'none'}, as the format fixes it", group)
-    if row.group == 0:
-        return 0
-    asked = row.group or group
-    if asked is not None and (asked < 8 or asked % 8):
-        raise ConfigError("group", "a multiple of 8", asked)
-    sizes = GROUPS if asked is None else (asked,)
-    odd = [next((name for name in chosen if checkpoint.shape(name)[1] % size), None) for size in sizes]
-    if (last := odd[-1]) is not None:
-        found = asked or "none of " + ", ".join(map(str, GROUPS))
-        raise ConfigError("group", f"a divisor of the {checkpoint.shape(last)[1]} channels of {last}", found)
-    return sizes[odd.index(None)]
 
 
 class _Work:
@@ -248,76 +136,31 @@ class _Work:
         return packed
 
 
-def write_folder(out: Path, checkpoint: Checkpoint, config: dict[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """Write a new folder with these tensors, and with the files of a checkpoint that are no weights; returns the bytes of the tensors."""
-    with new_folder("out", out) as folder:
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for file in checkpoint.path.iterdir():
-            if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name not in ("config.json", SIDECAR):
-                shutil.copyfile(file, folder / file.name)
-        try:
-            size = _write(folder, tensors)
-        except SafetensorError as error:
-            raise unwritable("out", out, error) from error
-        found = Checkpoint(folder)
-        assert {name: found.shape(name) for name in found.names()} == {name: checkpoint.shape(name) for name in checkpoint.names()}
-    return size
-
-
-def _write(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """Write one file, or several and their index; returns the bytes of the tensors."""
-    files: list[list[str]] = []
-    part: dict[str, Tensor] = {}
-    total = size = 0
-
-    def save() -> None:
-        files.append(list(part))
-        save_file(part, folder / f"{len(files)}.safetensors", metadata={"format": "pt"})
-        part.clear()
-
-    for name, tensor in tensors:
-        if part and size + tensor.nbytes > SHARD:
-            save()
-            size = 0
-        part[name] = tensor
-        size += tensor.nbytes
-        total += tensor.nbytes
-    save()
-    if len(files) == 1:
-        (folder / "1.safetensors").rename(folder / "model.safetensors")
-        return total
-    places: dict[str, Any] = {}
-    for number, names in enumerate(files, 1):
-        called = f"model-{number:05}-of-{len(files):05}.safetensors"
-        (folder / f"{number}.safetensors").rename(folder / called)
-        places |= dict.fromkeys(names, called)
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return total
-
-
-def from_words(words: Sequence[str]) -> Quantised | Expanded:
-    """:func:`quantise` with the arguments of the command line, ``model=FOLDER out=FOLDER format=NAME [modules=NAMES] [group=SIZE]
-    [observer=NAME]``, or :func:`expand` with the first three.
+def from_words(words: Sequence[str]) -> Quantised | Averaged:
+    """:func:`quantise` or :func:`graphspec.models.average.average`, by the format, with the arguments of the command line.
 
     Raises:
         ConfigError: other arguments.
     """
-    options = dict(word.split("=", 1) for word in words if "=" in word)
-    known = {"model", "out", "format"}
-    if len(options) != len(words) or not known <= options.keys() <= known | {"modules", "group", "observer"}:
-        expected = "model=FOLDER out=FOLDER format=NAME [modules=NAME,NAME] [group=SIZE] [observer=NAME]"
+    pairs = [word.split("=", 1) for word in words if "=" in word]
+    models = [value for key, value in pairs if key == "model"]
+    options = {key: value for key, value in pairs if key != "model"}
+    known = {"out", "format"}
+    all_named = models and len(words) == len(models) + len(options)
+    if not all_named or not known <= options.keys() <= known | {"modules", "group", "observer"}:
+        expected = "model=FOLDER [model=FOLDER ...] out=FOLDER format=NAME [modules=NAME,NAME] [group=SIZE] [observer=NAME]"
         raise ConfigError("convert", expected, " ".join(words))
-    if options["format"] not in (known_formats := (*ROUNDED, *NUMBERS)):
-        raise ConfigError("format", "one of " + ", ".join(known_formats), repr(options["format"]))
-    if options["format"] in NUMBERS:
+    code = options["format"]
+    if code not in (known_formats := (*ROUNDED, *NUMBERS)):
+        raise ConfigError("format", "one of " + ", ".join(known_formats), repr(code))
+    if code in NUMBERS:
         if others := sorted(options.keys() - known):
-            raise ConfigError(others[0], f"nothing with format={options['format']}, which has no codes", repr(options[others[0]]))
-        return expand(options["model"], options["out"], options["format"])
+            raise ConfigError(others[0], f"nothing with format={code}, which has no codes", repr(options[others[0]]))
+        return average(models, options["out"], code)
+    if len(models) > 1:
+        raise ConfigError("format", "one of " + ", ".join(NUMBERS) + " for the mean of several models", repr(code))
     size = options.get("group")
     if size is not None and not size.isdecimal():
         raise ConfigError("group", "a multiple of 8", repr(size))
     modules = options.get("modules", LAYERS).split(",")
-    return quantise(
-        options["model"], options["out"], options["format"], modules, None if size is None else int(size), options.get("observer", MINMAX)
-    )
+    return quantise(models[0], options["out"], code, modules, None if size is None else int(size), options.get("observer", MINMAX))

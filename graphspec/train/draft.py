@@ -80,6 +80,12 @@ class Recipe:
                 )
         return kind(**given)
 
+    def check(self, target: PreTrainedModel) -> None:
+        """Raises ConfigError for settings that don't fit the target: a run learns so before the target writes text for hours."""
+        network = network_of(self.variant).of(target, self.network()).network
+        if self.train.qat.format is not None:
+            RoundedWeights(network, self.train.qat)
+
     def settings(self) -> dict[str, Any]:
         """Everything that determines the trained weights, except the text."""
         config = asdict(self.train)

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ..config.train_options import QatConfig
-from ..errors import ConfigError
 from ..kernels.linear.packed import dequantise
 from ..models.layers import Linear
-from ..models.quantise import LAYERS, PROJECTION
-from ..weights.rounding import GROUPS, MINMAX, MSE, ROUNDED, Rounded, round_to
+from ..weights.rounded_layers import chosen_layers, group_size
+from ..weights.rounding import MINMAX, MSE, ROUNDED, Rounded, round_to
 
 KEY = "train.qat"
 STEPS = (6, 7, 8, 9, 10, 12)
@@ -60,19 +59,12 @@ class RoundedWeights:
             for name, module in network.named_modules()
             if isinstance(module, Linear) and owners[module.get_parameter("weight")] == 1
         }
-        leaves = {name: name.rpartition(".")[2] for name in named}
-        chosen: dict[str, Linear] = {}
-        for wanted in config.modules:
-            found = {name for name, leaf in leaves.items() if leaf == wanted or (wanted == LAYERS and PROJECTION.fullmatch(leaf))}
-            if not found:
-                known = ", ".join(dict.fromkeys([LAYERS, *sorted(set(leaves.values()))]))
-                raise ConfigError(f"{KEY}.modules", f"names of linear layers of the draft: {known}", repr(wanted))
-            chosen |= {name: named[name] for name in found}
-        channels = {name: module.get_parameter("weight").shape[1] for name, module in chosen.items()}
-        group = _group(self.row, config.group, channels)
+        chosen = chosen_layers(f"{KEY}.modules", config.modules, {name: name.rpartition(".")[2] for name in named})
+        weights = {name: module.get_parameter("weight") for name, module in named.items() if name in chosen}
+        channels = {name: weight.shape[1] for name, weight in weights.items()}
+        group = group_size(f"{KEY}.group", self.row, config.group, channels)
         self.weights = [
-            _Weight(module.get_parameter("weight"), dict(module.named_buffers(recurse=False)).get("input_scale"), group or channels[name])
-            for name, module in chosen.items()
+            _Weight(weight, getattr(named[name], "input_scale", None), group or channels[name]) for name, weight in weights.items()
         ]
 
     @torch.no_grad()
@@ -103,22 +95,3 @@ class RoundedWeights:
             for rows in stored.split(ROWS)
         ]
         return torch.cat(parts) / scale
-
-
-def _group(row: Rounded, asked: int | None, channels: dict[str, int]) -> int:
-    """Channels that share a scale; 0: all of a row."""
-    if row.group is not None:
-        if asked not in (None, row.group):
-            raise ConfigError(f"{KEY}.group", f"{row.group or 'none'}, as the format fixes it", asked)
-        sizes: tuple[int, ...] = (row.group,)
-    else:
-        sizes = GROUPS if asked is None else (asked,)
-    if sizes == (0,):
-        return 0
-    for size in sizes:
-        if not any(count % size for count in channels.values()):
-            return size
-    name = next(name for name, count in channels.items() if count % sizes[-1])
-    raise ConfigError(
-        f"{KEY}.group", f"a divisor of the {channels[name]} channels of {name}", asked or "none of " + ", ".join(map(str, GROUPS))
-    )

@@ -68,6 +68,7 @@ def run(config: LaunchConfig, watch: Watch = unwatched) -> dict[str, Any]:
     folder = model_folder(config.model.path, config.model.revision)
     hybrids = network_of(recipe.variant).reads_hybrids
     model = load_target(folder, dtype if dtype == "auto" else getattr(torch, str(dtype)), device, hybrids=hybrids)
+    recipe.check(model)
     return record(recipe.variant, _draft(config, recipe, model, folder, documents, work, out, watch, start), asdict(train), out)
 
 

@@ -20,7 +20,7 @@ class Rounded:
         code: of :data:`graphspec.kernels.linear.packed.CODES`.
         layout: ``format`` of compressed-tensors.
         top: the number that the largest magnitude of a group becomes, before it is rounded and clamped.
-        group: channels of a group, where the format fixes them; 0: a row has one scale; None: :data:`GROUPS` that divide.
+        group: channels of a group, where the format fixes them; 0: a row has one scale; None: it is chosen.
         scale: dtype of the scales; None: that of the weight.
         as_gguf: codes are the nearest for scales that are not rounded yet, halves away from zero.
     """
@@ -48,8 +48,6 @@ OBSERVERS = (MINMAX, MSE)
 SHARES = tuple(30 / fourths for fourths in range(24, 61))
 """With them the largest magnitude of a group of ``int4`` is 6 to 15 steps in fourths of a step, 7 and 8 among them: what was ``int4`` once
 is found again."""
-GROUPS = (128, 64, 32)
-"""The best first: what kernels elsewhere take."""
 
 
 def round_to(weight: Tensor, row: Rounded, group: int, observer: str = MINMAX, shares: Sequence[float] = SHARES) -> Packed:

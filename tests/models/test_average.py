@@ -1,22 +1,28 @@
-"""``graphspec convert`` with several models: their mean, tensor by tensor, which engines load as they do its parts."""
+"""``graphspec convert`` to plain numbers: those that codes stand for, or the mean of several models, which engines load as its parts."""
 
 from __future__ import annotations
 
+import json
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from graphspec import LLM, SamplingParams
 from graphspec.cli.main import main
 from graphspec.errors import CheckpointError, ConfigError
-from graphspec.models.average import average, from_words
+from graphspec.kernels.linear.packed import dequantise
+from graphspec.models.average import NUMBERS, average
 from graphspec.models.checkpoint import Checkpoint
-from graphspec.models.quantise import NUMBERS, quantise
+from graphspec.models.quantise import from_words, quantise
 from tests.support.checkpoints import build_hf, edit_json, write_hf
+from tests.support.engines import assert_tokens_of
 from tests.support.gguf_files import write_gguf
+from tests.support.moe_checkpoints import write_mixture
+from tests.support.quantised_checkpoints import quantise_gpt_oss
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
 
@@ -26,9 +32,9 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Three models of one architecture; the last is in 4 bits."""
     folder, made = tmp_path_factory.mktemp("sources"), []
     for seed in range(3):
-        torch.manual_seed(seed)
-        made.append(write_hf(build_hf("llama", head_dim=16, max_position_embeddings=128, **SIZES), folder / str(seed)))
-    return [*made[:2], quantise(made[2], folder / "packed", "int4").folder]
+        model = build_hf("llama", head_dim=16, max_position_embeddings=128, seed=seed, **SIZES)
+        made.append(write_hf(model, folder / str(seed)))
+    return [*made[:2], quantise(made[2], folder / "packed", "int4", ["layers", "lm_head"]).folder]
 
 
 def changed(source: Path, out: Path, edit: dict[str, torch.Tensor], **config: object) -> Path:
@@ -41,15 +47,65 @@ def changed(source: Path, out: Path, edit: dict[str, torch.Tensor], **config: ob
 
 
 @pytest.mark.parametrize("numbers", list(NUMBERS))
+def test_codes_become_the_numbers_that_they_stand_for(numbers: str, sources: list[Path], tmp_path: Path) -> None:
+    packed = sources[2]
+    result = average([packed], tmp_path / "out", numbers)
+    assert (result.models, result.codes, result.distance) == (1, 8, 0.0)
+    before, after = Checkpoint(packed), load_file(tmp_path / "out" / "model.safetensors")
+    assert set(after) == set(before.names()) == set(Checkpoint(sources[0]).names())
+    for name, tensor in after.items():
+        expected = dequantise(before.codes(name), torch.float32).to(NUMBERS[numbers]) if before.is_packed(name) else before.tensor(name)
+        assert tensor.dtype == expected.dtype and torch.equal(tensor, expected), name
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    if numbers == "float32":
+        # Nothing was rounded, so these are the tokens of the codes, and transformers has them from plain numbers.
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+        assert_tokens_of(model, packed, [[5, 9, 3, 22, 5, 9, 3], [40, 2, 17, 33, 8, 40, 2, 17]], 16, {"variant": "none"})
+
+
+def test_a_packed_head_becomes_numbers_in_its_own_layout(tmp_path: Path) -> None:
+    head = files("graphspec") / "heads" / "smollm2" / "eagle3"
+    from_words([f"model={head}", f"out={tmp_path / 'out'}", "format=float32"])
+    before, after = Checkpoint(Path(str(head))), Checkpoint(tmp_path / "out")
+    assert before.names() and set(before.names()) == set(after.names()) and not any(map(after.is_packed, after.names()))
+    assert all(torch.equal(before.raw(name), after.raw(name)) for name in before.names())
+
+
+def test_one_without_codes_is_refused(sources: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="expected weights in low precision, found full precision"):
+        average(sources[:1], tmp_path / "out", "bfloat16")
+    words = [f"model={sources[0]}", f"out={tmp_path / 'out'}"]
+    with pytest.raises(ConfigError, match=r"format: expected one of int4, int8, fp8, q8_0, bfloat16, float16, float32, found 'bf16'"):
+        from_words([*words, "format=bf16"])
+    with pytest.raises(ConfigError, match="format: expected one of bfloat16, float16, float32, found 'int4'"):
+        average(sources, tmp_path / "out", "int4")
+    assert not (tmp_path / "out").exists()
+
+
+def test_experts_of_low_precision_in_one_tensor_are_refused(tmp_path: Path) -> None:
+    source, _ = write_mixture(tmp_path / "source", "gpt_oss", hidden_size=64, intermediate_size=32)
+    packed, _ = quantise_gpt_oss(source, tmp_path)
+    for models in ([packed], [packed, packed]):
+        with pytest.raises(
+            CheckpointError, match=r"experts\.\w+_proj.*: expected codes of one linear layer each, found those of all experts"
+        ):
+            average(models, tmp_path / "out", "bfloat16")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("numbers", list(NUMBERS))
 def test_every_number_is_the_mean_in_float32(numbers: str, sources: list[Path], tmp_path: Path) -> None:
     result = average(sources, tmp_path / "out", numbers)
     parts, written = [Checkpoint(source) for source in sources], load_file(tmp_path / "out" / "model.safetensors")
     assert parts[2].is_packed("model.layers.0.mlp.up_proj.weight") and set(written) == set(parts[0].names())
     distance = total = 0.0
     for name, tensor in written.items():
-        exact = sum(part.raw(name).double() for part in parts) / 3
-        torch.testing.assert_close(tensor, exact.to(NUMBERS[numbers]), rtol=1e-6 if numbers == "float32" else 1e-2, atol=1e-9)
-        distance += sum(float((part.raw(name).double() - exact).square().sum()) for part in parts) / 3
+        values = [part.raw(name).double() for part in parts]
+        exact = sum(values) / 3
+        # Two sums and a quotient in float32, and once rounded to the format.
+        bound = 2**-23 * sum(value.abs() for value in values) + torch.finfo(NUMBERS[numbers]).eps * exact.abs()
+        assert tensor.dtype == NUMBERS[numbers] and bool(((tensor.double() - exact).abs() <= bound).all())
+        distance += sum(float((value - exact).square().sum()) for value in values) / 3
         total += float(exact.square().sum())
     assert result.distance == pytest.approx((distance / total) ** 0.5, rel=1e-4) and result.models == 3
     config = (tmp_path / "out" / "config.json").read_text()
@@ -59,10 +115,16 @@ def test_every_number_is_the_mean_in_float32(numbers: str, sources: list[Path], 
         assert len(llm.generate(prompt, SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
 
 
-def test_one_checkpoint_twice_is_itself(sources: list[Path], tmp_path: Path) -> None:
-    result = average([sources[0], sources[0]], tmp_path / "out", "float32")
-    before, after = (load_file(folder / "model.safetensors") for folder in (sources[0], tmp_path / "out"))
-    assert result.distance == 0.0 and all(torch.equal(before[name].float(), after[name]) for name in before)
+def test_what_is_equal_everywhere_stays_as_it_is_stored(sources: list[Path], tmp_path: Path) -> None:
+    """The norm, which a run froze in float32, too."""
+    norm, before = "model.norm.weight", load_file(sources[0] / "model.safetensors")
+    result = average([sources[0], sources[0]], tmp_path / "itself", "bfloat16")
+    after = load_file(tmp_path / "itself" / "model.safetensors")
+    assert result.distance == 0.0
+    assert all(before[name].dtype == after[name].dtype and torch.equal(before[name], after[name]) for name in before)
+    average([sources[0], changed(sources[1], tmp_path / "frozen", {norm: before[norm]})], tmp_path / "out", "bfloat16")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name for name in found if found[name].dtype != torch.bfloat16} == {norm} and torch.equal(found[norm], before[norm])
 
 
 def test_a_head_keeps_its_draft_vocabulary(tmp_path: Path) -> None:
@@ -75,6 +137,11 @@ def test_a_head_keeps_its_draft_vocabulary(tmp_path: Path) -> None:
     other = changed(tmp_path / "out", tmp_path / "other", {"d2t": after["d2t"] + 1})
     with pytest.raises(CheckpointError, match=r"other.*d2t: expected the same torch.int64 numbers as in .*out, found others"):
         average([tmp_path / "out", other], tmp_path / "none", "bfloat16")
+    for dtype in (torch.int32, torch.float32):
+        other = changed(tmp_path / "out", tmp_path / str(dtype), {"d2t": after["d2t"].to(dtype)})
+        for pair in ([tmp_path / "out", other], [other, tmp_path / "out"]):
+            with pytest.raises(CheckpointError, match=r"d2t: expected the same torch\.\w+ numbers as in .*, found others \(torch\.\w+\)"):
+                average(pair, tmp_path / "none", "bfloat16")
     assert not (tmp_path / "none").exists()
 
 
@@ -104,14 +171,14 @@ def test_the_command(sources: list[Path], tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().out.startswith(f"{tmp_path / 'out'}: the mean of 2 checkpoints in bfloat16, ")
     for more, message in (
         ([f"out={tmp_path / 'out'}", "format=float32"], "out: expected a folder that doesn't exist yet"),
-        (["out=x", "format=int4"], r"format: expected one of bfloat16, float16, float32 for a mean, found 'int4'"),
-        (["out=x", "format=float32", "group=32"], r"convert: expected model=FOLDER model=FOLDER \.\.\. out=FOLDER"),
+        (["out=x", "format=int4"], r"format: expected one of bfloat16, float16, float32 for the mean of several models, found 'int4'"),
+        (["out=x", "format=float32", "group=32"], "group: expected nothing with format=float32, which has no codes, found '32'"),
         (["out=x", "out=y", "format=float32"], "convert: expected model=FOLDER"),
     ):
         with pytest.raises(ConfigError, match=message):
             from_words([*words, *more])
-    with pytest.raises(ConfigError, match="model: expected two or more checkpoints, found 1"):
-        average(sources[:1], tmp_path / "none", "float32")
+    with pytest.raises(ConfigError, match="model: expected a checkpoint, or several, found none"):
+        average([], tmp_path / "none", "float32")
     write_gguf(sources[0], tmp_path / "model.gguf", {}, arch="llama")
     with pytest.raises(CheckpointError, match=r"expected a folder with config\.json and safetensors, found GGUF"):
         average([sources[0], tmp_path / "model.gguf"], tmp_path / "none", "float32")

@@ -1,6 +1,4 @@
-"""``graphspec convert format=...``: codes are those of compressed-tensors and GGUF, transformers loads them, and drafts stay exact; codes
-become the numbers that they stand for.
-"""
+"""``graphspec convert format=...``: codes are those of compressed-tensors and GGUF, transformers loads them, and drafts stay exact."""
 
 from __future__ import annotations
 
@@ -24,9 +22,9 @@ from graphspec.cli.main import main
 from graphspec.drafters.convert import convert
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.kernels.linear.packed import dequantise
-from graphspec.models import quantise as module
+from graphspec.models import write
 from graphspec.models.checkpoint import Checkpoint
-from graphspec.models.quantise import NUMBERS, expand, quantise
+from graphspec.models.quantise import from_words, quantise
 from graphspec.weights.rounding import ROUNDED, round_to
 from tests.support.checkpoints import build_hf, eagle3_tensors, edit_json, publish_eagle3, write_hf
 from tests.support.engines import assert_tokens_of
@@ -132,49 +130,11 @@ def test_what_was_rounded_once_is_found_again() -> None:
     assert torch.allclose(found["mse"], once, rtol=1e-6) and not torch.allclose(found["minmax"], once, rtol=1e-2)
 
 
-@pytest.mark.parametrize("numbers", list(NUMBERS))
-def test_codes_become_the_numbers_that_they_stand_for(numbers: str, source: Path, tmp_path: Path) -> None:
-    packed = quantise(source, tmp_path / "packed", "int4", ("layers", "lm_head")).folder
-    result = expand(packed, tmp_path / "out", numbers)
-    assert result.weights == 7 * LAYERS + 1 and result.after > result.before
-    before, after = Checkpoint(packed), load_file(tmp_path / "out" / "model.safetensors")
-    assert set(after) == set(before.names()) == set(Checkpoint(source).names())
-    for name, tensor in after.items():
-        expected = dequantise(before.codes(name), torch.float32).to(NUMBERS[numbers]) if before.is_packed(name) else before.tensor(name)
-        assert tensor.dtype == expected.dtype and torch.equal(tensor, expected), name
-    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
-    if numbers == "float32":
-        # Nothing was rounded, so these are the tokens of the codes, and transformers has them from plain numbers.
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
-        assert_tokens_of(model, packed, PROMPTS, 16, {"variant": "none"})
-
-
-def test_a_packed_head_becomes_numbers_in_its_own_layout(tmp_path: Path) -> None:
-    head = files("graphspec") / "heads" / "smollm2" / "eagle3"
-    module.from_words([f"model={head}", f"out={tmp_path / 'out'}", "format=float32"])
-    before, after = Checkpoint(Path(str(head))), Checkpoint(tmp_path / "out")
-    assert before.names() and set(before.names()) == set(after.names()) and not any(map(after.is_packed, after.names()))
-    assert all(torch.equal(before.raw(name), after.raw(name)) for name in before.names())
-
-
-def test_what_has_no_codes_stays_as_it_is(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="expected weights in low precision, found full precision"):
-        expand(source, tmp_path / "out", "bfloat16")
-    words = [f"model={source}", f"out={tmp_path / 'out'}"]
-    with pytest.raises(ConfigError, match=r"format: expected one of int4, int8, fp8, q8_0, bfloat16, float16, float32, found 'bf16'"):
-        module.from_words([*words, "format=bf16"])
-    with pytest.raises(ConfigError, match=r"group: expected nothing with format=bfloat16, which has no codes, found '32'"):
-        module.from_words([*words, "format=bfloat16", "group=32"])
-    with pytest.raises(ConfigError, match="format: expected one of bfloat16, float16, float32, found 'int4'"):
-        expand(source, tmp_path / "out", "int4")
-    assert not (tmp_path / "out").exists()
-
-
 def test_an_observer_is_named_and_known(source: Path, tmp_path: Path) -> None:
     usual, best = quantise(source, tmp_path / "usual", "int4"), quantise(source, tmp_path / "best", "int4", observer="mse")
     assert best.error < usual.error and best.after == usual.after
     words = [f"model={source}", f"out={tmp_path / 'words'}", "format=int4", "observer=mse"]
-    module.from_words(words)
+    from_words(words)
     same = (tmp_path / name / "model.safetensors" for name in ("words", "best"))
     assert len({file.read_bytes() for file in same}) == 1
     with pytest.raises(ConfigError, match=r"observer: expected minmax or mse with format=int4, found 'entropy'"):
@@ -194,7 +154,7 @@ def test_transformers_loads_it_and_engines_emit_its_tokens(code: str, source: Pa
 
 def test_large_checkpoints_are_written_in_shards(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = quantise(source, tmp_path / "whole", "int8")
-    monkeypatch.setattr(module, "SHARD", 20_000)
+    monkeypatch.setattr(write, "SHARD", 20_000)
     assert quantise(source, tmp_path / "parts", "int8").after == whole.after
     assert len(list((tmp_path / "parts").glob("model-*-of-*.safetensors"))) > 2
     one, other = Checkpoint(tmp_path / "whole"), Checkpoint(tmp_path / "parts")

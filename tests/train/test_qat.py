@@ -117,7 +117,7 @@ def test_what_cannot_be_rounded() -> None:
         (r"train\.qat\.group: expected a multiple of 8, found 12", {"format": "int4", "group": 12}),
         (r"train\.qat\.group: expected none, as the format fixes it, found 32", {"format": "fp8", "group": 32}),
         (r"train\.qat\.group: expected a divisor of the \d+ channels of \S+, found 4096", {"format": "int4", "group": 4096}),
-        (r"train\.qat\.modules: expected names of linear layers of the draft: layers, .*lm_head.*, found 'embed_tokens'",
+        (r"train\.qat\.modules: expected layers, .* or names of linear layers: .*lm_head.*, found 'embed_tokens'",
          {"format": "int4", "modules": ["embed_tokens"]}),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
@@ -126,5 +126,21 @@ def test_what_cannot_be_rounded() -> None:
 
 def test_a_tied_head_is_no_layer_of_its_own() -> None:
     made = build("standalone", tiny_target())
-    with pytest.raises(ConfigError, match=r"train\.qat\.modules: expected names of linear layers of the draft: layers, "):
+    with pytest.raises(ConfigError, match=r"train\.qat\.modules: expected layers, .* found 'lm_head'"):
         RoundedWeights(made.network, QatConfig(format="int4", modules=["lm_head"]))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("train.qat.modules=[layers,head]", r"train\.qat\.modules: .* found 'head'"),
+        ("train.qat.group=24", r"train\.qat\.group: expected a divisor of the \d+ channels of "),
+        ("train.network.tap_layers=[1,2,9]", r"train\.network\.tap_layers: "),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_text_is_written(setting: str, message: str, tmp_path: Path, texts: Path) -> None:  # noqa: F811
+    words = ["variant=eagle3", f"model.path={save_target(tmp_path / 'target', 'llama')}", f"train.data=[{texts}]"]
+    words += ["train.network.draft_vocab_size=64", "train.network.tap_layers=[1,2]", "train.qat.format=int4"]
+    with pytest.raises(ConfigError, match=message):
+        run(load_config(*words, *FAST, f"train.out={tmp_path / 'out'}", setting))
+    assert not [file for file in (tmp_path / "out.work").rglob("*") if file.is_file()]
