@@ -1,8 +1,9 @@
 """Acceptance and speed of a head on chat prompts that no head was trained on: ``python -m perf.chat_acceptance --model smollm2``.
 
-The prompts are those of ``perf/prompts/chat.jsonl``, five of each of eight kinds; in the last kind the answer repeats much of the prompt.
-They are answered one at a time, plainly and with drafts as a chain and as a tree, greedy and at temperature 1. A row is new tokens per
-cycle, and new tokens per second of decoding, by kind. Every run must give the tokens of plain decoding; one that does not has no figure.
+The prompts are those of ``perf/prompts/chat.jsonl``, five of each of eight kinds; in the last kind the answer repeats much of the prompt,
+of which ``edits.jsonl`` has 40 more. They are answered one at a time, plainly and with drafts as a chain and as a tree, greedy and at
+temperature 1. A row is new tokens per cycle, and new tokens per second of decoding, by kind. Every run must give the tokens of plain
+decoding; one that does not has no figure.
 """
 
 from __future__ import annotations
