@@ -40,7 +40,7 @@ class Averaged:
         models: how many.
         codes: how many weights of the first were codes.
         size: bytes of all tensors.
-        distance: root mean square of the distances from the mean, relative to that of the mean's numbers; without what stays.
+        distance: root mean square of the distances from the mean, relative to that of the mean's numbers.
     """
 
     folder: Path
@@ -61,19 +61,17 @@ class Averaged:
 
 def average(models: Sequence[str | Path], out: str | Path, numbers: str) -> Averaged:
     """Write the mean of checkpoints, of targets or drafts, to a new folder, with the other files of the first. That of one has the numbers
-    that its codes stand for: for programs that can't read the codes.
-
-    Tensors that are codes in no checkpoint and equal in all stay as they are stored.
+    that its codes stand for, and its other tensors as they are stored: for programs that can't read the codes.
 
     Args:
         models: folders, or what else ``model=`` takes.
         out: a folder that doesn't exist yet, or is empty.
-        numbers: a key of :data:`NUMBERS`, for what doesn't stay. Sums are in float32.
+        numbers: a key of :data:`NUMBERS`. Sums are in float32.
 
     Raises:
         CheckpointError: a source that can't be read, is a GGUF file, or has experts of low precision in one tensor, whose layout differs in
-            full precision; one without codes, if it is the only one; configs, names or shapes that differ, or whole numbers, such as the
-            ids of a draft vocabulary.
+            full precision; one without codes, if it is the only one; configs, names, shapes or whole numbers, such as the ids of a draft
+            vocabulary, that differ.
         ConfigError: no checkpoint, an unknown format, or a folder that is not empty or can't be written.
     """
     if numbers not in NUMBERS:
@@ -88,7 +86,7 @@ def average(models: Sequence[str | Path], out: str | Path, numbers: str) -> Aver
     config = _config(first)
     for other in others:
         _check_same(first, config, other)
-    codes = set().union(*map(_codes, checkpoints))
+    codes, *_ = [_codes(checkpoint) for checkpoint in checkpoints]
     if not others and not codes:
         raise CheckpointError(str(first.path), "weights in low precision", "full precision")
     changed = total = 0.0
@@ -97,10 +95,9 @@ def average(models: Sequence[str | Path], out: str | Path, numbers: str) -> Aver
         nonlocal changed, total
         for name in first.names():
             found = [checkpoint.raw(name) for checkpoint in checkpoints]
-            if name not in codes and all(tensor.dtype == found[0].dtype and torch.equal(tensor, found[0]) for tensor in found):
+            if not (others or name in codes) or _is_whole(checkpoints, name, found):
                 yield name, found[0].contiguous()
                 continue
-            _check_numbers(checkpoints, name, found)
             mean = torch.stack([tensor.float() for tensor in found]).mean(0)
             if not mean.isfinite().all():
                 raise CheckpointError(first.key(name), "finite numbers in every checkpoint", "infinity or NaN")
@@ -109,7 +106,7 @@ def average(models: Sequence[str | Path], out: str | Path, numbers: str) -> Aver
             yield name, mean.to(NUMBERS[numbers])
 
     size = write_folder(destination, first, config, tensors())
-    return Averaged(destination, numbers, len(models), len(_codes(first)), size, (changed / (total or 1)) ** 0.5)
+    return Averaged(destination, numbers, len(models), len(codes), size, (changed / (total or 1)) ** 0.5)
 
 
 def _config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -146,11 +143,12 @@ def _check_same(first: Checkpoint, config: dict[str, Any], other: Checkpoint) ->
             raise CheckpointError(other.key(name), f"shape {list(first.shape(name))}, as {first.path} has it", list(other.shape(name)))
 
 
-def _check_numbers(checkpoints: Sequence[Checkpoint], name: str, found: Sequence[Tensor]) -> None:
-    """Check that tensors that are not all the same have a mean: not if one of them is of whole numbers."""
+def _is_whole(checkpoints: Sequence[Checkpoint], name: str, found: Sequence[Tensor]) -> bool:
+    """Whether a tensor is of whole numbers, which have no mean: they must be the same everywhere."""
     first, floats = found[0], found[0].is_floating_point()
     for checkpoint, tensor in zip(checkpoints, found, strict=True):
         same = tensor.dtype == first.dtype and torch.equal(tensor, first)
         if tensor.is_floating_point() != floats or not (floats or same):
             expected = f"the same {first.dtype} numbers as in {checkpoints[0].path}"
             raise CheckpointError(checkpoint.key(name), expected, f"others ({tensor.dtype}), which have no mean with these")
+    return not floats

@@ -153,7 +153,7 @@ class Drafter(nn.Module):
     @classmethod
     @abstractmethod
     def of(cls, target: PreTrainedModel, config: Any) -> Drafter:
-        """The drafter of these settings, its parameters uninitialised.
+        """The drafter of these settings, its parameters uninitialised. Does not run the target.
 
         Raises:
             ConfigError: settings that don't fit the target.
@@ -180,7 +180,7 @@ class Drafter(nn.Module):
         """
 
     def start_from(self, target: PreTrainedModel, counts_V: Tensor | None) -> None:
-        """Initialise the parameters that don't start as small random numbers, under ``no_grad``."""
+        """Set the scale of the features, and the parameters that don't start as small random numbers, under ``no_grad``."""
 
     def adopt(self, published: nn.Module) -> set[str]:
         """Take the weights of a loaded network that this one has, under ``no_grad``: the inverse of :meth:`published`; returns their names.

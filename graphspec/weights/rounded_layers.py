@@ -18,14 +18,14 @@ _PROJECTION = re.compile(r"\w+_proj(_with_mqa|_qkvz?|_z)?")
 published checkpoints keep them."""
 
 
-def chosen_layers(key: str, modules: Sequence[str], leaves: Mapping[str, str], experts: Collection[str] = ()) -> set[str]:
+def chosen_layers(key: str, modules: Sequence[str], leaves: Mapping[str, str], experts: Collection[str] | None = None) -> set[str]:
     """The names of the layers that ``modules`` asks for.
 
     Args:
         key: of ``modules``, for messages.
         modules: last parts of names, such as ``lm_head`` or ``fc``; ``layers``: the projections of all decoder layers; ``experts``.
         leaves: the last part of the name of each linear layer.
-        experts: names of the linear layers of routed experts, which are not among ``leaves``.
+        experts: names of the linear layers of routed experts, which are not among ``leaves``; None: ``experts`` is no module.
 
     Raises:
         ConfigError: a module that no layer has.
@@ -33,9 +33,10 @@ def chosen_layers(key: str, modules: Sequence[str], leaves: Mapping[str, str], e
     chosen: set[str] = set()
     for module in modules:
         found = {name for name, leaf in leaves.items() if leaf == module or (module == LAYERS and _PROJECTION.fullmatch(leaf))}
-        found = set(experts) if module == EXPERTS else found
+        if module == EXPERTS and experts is not None:
+            found = set(experts)
         if not found:
-            known = f"{LAYERS}, {EXPERTS} where they are stored one by one, or names of linear layers: "
+            known = f"{LAYERS}{'' if experts is None else f', {EXPERTS} where they are stored one by one,'} or names of linear layers: "
             raise ConfigError(key, known + ", ".join(sorted(set(leaves.values()))), repr(module))
         chosen |= found
     return chosen

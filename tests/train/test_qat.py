@@ -22,6 +22,7 @@ from tests.support.drafts import build, tiny_target
 from tests.train.test_train import FAST, save_target, texts  # noqa: F401
 
 MODULES = ["layers", "fc", "lm_head"]
+NAMES = r"train\.qat\.modules: expected layers or names of linear layers: down_proj, fc, gate_up_proj, lm_head, o_proj, qkv_proj"
 
 
 def network() -> nn.Module:
@@ -117,8 +118,8 @@ def test_what_cannot_be_rounded() -> None:
         (r"train\.qat\.group: expected a multiple of 8, found 12", {"format": "int4", "group": 12}),
         (r"train\.qat\.group: expected none, as the format fixes it, found 32", {"format": "fp8", "group": 32}),
         (r"train\.qat\.group: expected a divisor of the \d+ channels of \S+, found 4096", {"format": "int4", "group": 4096}),
-        (r"train\.qat\.modules: expected layers, .* or names of linear layers: .*lm_head.*, found 'embed_tokens'",
-         {"format": "int4", "modules": ["embed_tokens"]}),
+        (rf"{NAMES}, found 'embed_tokens'", {"format": "int4", "modules": ["embed_tokens"]}),
+        (rf"{NAMES}, found 'experts'", {"format": "int4", "modules": ["layers", "experts"]}),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             RoundedWeights(network(), QatConfig(**settings))
@@ -126,14 +127,14 @@ def test_what_cannot_be_rounded() -> None:
 
 def test_a_tied_head_is_no_layer_of_its_own() -> None:
     made = build("standalone", tiny_target())
-    with pytest.raises(ConfigError, match=r"train\.qat\.modules: expected layers, .* found 'lm_head'"):
+    with pytest.raises(ConfigError, match=r"linear layers: down_proj, gate_up_proj, o_proj, qkv_proj, found 'lm_head'"):
         RoundedWeights(made.network, QatConfig(format="int4", modules=["lm_head"]))
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("train.qat.modules=[layers,head]", r"train\.qat\.modules: .* found 'head'"),
+        ("train.qat.modules=[layers,head]", rf"{NAMES}, found 'head'"),
         ("train.qat.group=24", r"train\.qat\.group: expected a divisor of the \d+ channels of "),
         ("train.network.tap_layers=[1,2,9]", r"train\.network\.tap_layers: "),
     ],

@@ -81,7 +81,7 @@ class DFlashDrafter(MaskDrafter):
         width = len(taps) * target.config.hidden_size
         network = DFlashDraft(replace(facts, decoder=decoder, tap_layers=taps, feature_size=width, **block), **shared_with(target))
         network.add_module("context_proj", ContextProjection(network.layers))
-        begin_stream(network.fc, feature_scale(target, taps))
+        begin_stream(network.fc, torch.ones(width))
         return cls(network)
 
     @classmethod
@@ -91,6 +91,7 @@ class DFlashDrafter(MaskDrafter):
         return settings | {"num_hidden_layers": facts.decoder.num_layers, "intermediate_size": width_of(facts.decoder, target)}
 
     def start_from(self, target: PreTrainedModel, counts_V: Tensor | None) -> None:
+        self.network.fc.get_buffer("input_scale").copy_(feature_scale(target, self.tap_layers))
         self.network.norm.weight.copy_(target.model.norm.weight)
         self.start_mask(target, counts_V)
 

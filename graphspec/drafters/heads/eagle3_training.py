@@ -75,8 +75,7 @@ def network_over_taps(
     decoder = sized(facts.decoder, config.intermediate_size, layers)
     facts = replace(facts, decoder=decoder, draft_vocab_size=vocab, tap_layers=taps, feature_size=len(taps) * width)
     made = network(facts, **shared_with(target, head=False))
-    # The scales are powers of two, so that the published matrix is rounded exactly as the trained one.
-    begin_stream(cast("Linear", made.fc), feature_scale(target, taps))
+    begin_stream(cast("Linear", made.fc), torch.ones(facts.feature_size))
     made.register_buffer("target_token_Vd", made.target_token_Vd)  # part of a training run's checkpoint
     return made
 
@@ -125,6 +124,8 @@ class Eagle3Drafter(Drafter):
 
     def start_from(self, target: PreTrainedModel, counts_V: Tensor | None) -> None:
         network = self.network
+        # The scales are powers of two, so that the published matrix is rounded exactly as the trained one.
+        cast("Linear", network.fc).get_buffer("input_scale").copy_(feature_scale(target, self.tap_layers))
         network.norm.weight.copy_(target.model.norm.weight)
         rows = target.lm_head.weight
         if network.target_token_Vd is not None and counts_V is not None:
