@@ -1,9 +1,10 @@
 """A chat model on a CPU against llama.cpp, OpenVINO, ONNX Runtime and transformers, by kind of prompt: ``make race``.
 
 Every side answers the prompts of ``perf/prompts/chat.jsonl`` (five of each of eight kinds; in the last kind the answer repeats much of the
-prompt) one at a time, greedy, with a fixed number of new tokens. Sides take turns prompt by prompt, so that a slow phase of the machine
-affects all of them. A rate is new tokens by wall time, the prompt included; a side's figure is the median over rounds, its ratio the median
-over rounds of the ratio to plain decoding. With ``--prompt-tokens`` a rate is prompt tokens by the time of an answer of one token.
+prompt) one at a time, or in batches of ``--batch`` of one column, greedy, with a fixed number of new tokens. Sides take turns batch by
+batch, so that a slow phase of the machine affects all of them. A rate is new tokens by wall time, the prompts included; a side's figure is
+the median over rounds, its ratio the median over rounds of the ratio to plain decoding. With ``--prompt-tokens`` a rate is prompt tokens by
+the time of an answer of one token.
 
 Ours take part once for each ``--activations``, and must give the tokens of plain decoding with the same ones; a side that does not has
 no figure. The others round activations, choose 4 bits of their own or sum in another order, so of theirs the share of prompts with the
@@ -41,6 +42,7 @@ from graphspec.facts.folders import model_folder, shipped_draft, shipped_drafts
 from graphspec.host.core_wait import CoreWait, busy_caution
 from graphspec.lab.measure.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
 from perf.llama_server import MODES, LlamaServer, eagle3, server_program
+from perf.peer_worker import padded
 from perf.peers import CHAT_PEERS, PeerError, PeerProcess, check_installed, exporter_of
 from perf.same_bits import write_bfloat16
 from perf.speed import busy_programs
@@ -62,23 +64,26 @@ SHAPES: dict[str, tuple[tuple[tuple[int, int, int], list[int]], ...]] = {
 """Shapes of each drafter, and the other depths that its cycles may have."""
 
 
+Rows = list[list[int]]
+
+
 @dataclass(slots=True)
 class Side:
     """One way to decode.
 
     Attributes:
-        answer: maps a prompt to its new tokens.
+        answer: maps a batch of prompts to the new tokens of each.
         ours: its tokens must be those of its ``plain``.
         plain: plain decoding in the same arithmetic, which may be itself; None: the first side.
         rounds: for every round, the tokens and seconds of each group.
         equal: for every answer, whether its tokens are those of ``plain``.
-        length: tokens per cycle of the last answer; None: the side has no cycles.
-        lengths: one for every answer.
+        length: tokens per cycle of the last batch; None: the side has no cycles.
+        lengths: one for every batch.
         forget: makes it forget earlier answers, for a side that drafts from them; None: it doesn't.
     """
 
     name: str
-    answer: Callable[[list[int]], list[int]]
+    answer: Callable[[Rows], Rows]
     ours: bool = False
     plain: Side | None = field(default=None, repr=False, compare=False)
     version: str | None = None
@@ -94,10 +99,10 @@ class Side:
 
 
 def our_side(name: str, args: argparse.Namespace, plain: Side | None = None, **overrides: Any) -> Side:
-    """An engine with one row. ``plain``: as of :class:`Side`."""
+    """An engine. ``plain``: as of :class:`Side`."""
     keys: dict[str, Any] = {
-        "max_rows": 1,
-        "buckets": [1],
+        "max_rows": args.batch,
+        "buckets": [rows for rows in (1, 2, 4, 8) if rows < args.batch] + [args.batch],
         "max_context": args.context,
         "prefix_cache": False,
         "generation_config": "ignore",
@@ -108,7 +113,10 @@ def our_side(name: str, args: argparse.Namespace, plain: Side | None = None, **o
     def length() -> float:
         return llm.metrics.acceptance_length if llm.metrics else 0.0
 
-    return Side(name, lambda prompt: llm.generate(prompt, params)[0].token_ids, ours=True, plain=plain, length=length)
+    def answer(prompts: Rows) -> Rows:
+        return [output.token_ids for output in llm.generate(prompts, params)]
+
+    return Side(name, answer, ours=True, plain=plain, length=length)
 
 
 def hf_side(source: Path, args: argparse.Namespace) -> Side:
@@ -125,36 +133,70 @@ def hf_side(source: Path, args: argparse.Namespace) -> Side:
         raise PeerError(str(error)) from error
     how = {"max_new_tokens": args.max_tokens, "min_new_tokens": args.max_tokens, "do_sample": False, "pad_token_id": 0}
 
-    def answer(prompt: list[int]) -> list[int]:
-        ids = torch.tensor([prompt])
-        found: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, len(prompt) :].tolist()
+    def answer(prompts: Rows) -> Rows:
+        ids = torch.tensor(padded(prompts, 0, left=True))
+        mask = torch.tensor(padded([[1] * len(prompt) for prompt in prompts], 0, left=True))
+        found: Rows = model.generate(ids, attention_mask=mask, **how)[:, ids.shape[1] :].tolist()
         return found
 
     return Side("transformers generate, float32", answer)
 
 
-def measure(sides: Sequence[Side], prompts: Sequence[tuple[str, list[int]]], rounds: int) -> None:
-    """Let all sides answer all prompts in turn, ``rounds`` times. Ours that decode plainly go first: others are compared with them."""
+def batches(prompts: Sequence[tuple[str, list[int]]], size: int) -> list[tuple[str, Rows]]:
+    """Prompts of one group each; the last batch of a group is filled up with its first prompts.
+
+    Raises:
+        SystemExit: fewer prompts of a group than a batch has.
+    """
+    made: list[tuple[str, Rows]] = []
+    of_group: dict[str, Rows] = {}
+    for group, prompt in prompts:
+        of_group.setdefault(group, []).append(prompt)
+        if len(of_group[group]) % size == 0:
+            made.append((group, of_group[group][-size:]))
+    for group, rows in of_group.items():
+        if len(rows) < size:
+            raise SystemExit(f"--batch: at most {len(rows)}, the prompts of {group}, found {size}")
+        if rest := len(rows) % size:
+            made.append((group, [*rows[-rest:], *rows[: size - rest]]))
+    return made
+
+
+def warm_up(sides: Sequence[Side], batch: Rows) -> tuple[list[Side], dict[str, str]]:
+    """The sides that answer a batch, and for others the reason."""
+    able: list[Side] = []
+    missing: dict[str, str] = {}
     for side in sides:
-        side.answer(prompts[0][1])
+        try:
+            side.answer(batch)
+        except PeerError as reason:
+            missing[side.name] = str(reason)
+        else:
+            able.append(side)
+    return able, missing
+
+
+def measure(sides: Sequence[Side], prompts: Sequence[tuple[str, Rows]], rounds: int) -> None:
+    """Let all sides answer all batches in turn, ``rounds`` times. Ours that decode plainly go first: others are compared with them."""
     for number in range(rounds):
         for side in sides:
             side.rounds.append({group: [0.0, 0.0] for group in {group for group, _ in prompts}})
             if side.forget is not None:
                 side.forget()
-                side.answer(prompts[0][1][:WARM_UP_TOKENS])
-        for group, prompt in prompts:
-            expected: dict[str, list[int]] = {}
+                side.answer([prompts[0][1][0][:WARM_UP_TOKENS]])
+        for group, batch in prompts:
+            expected: dict[str, Rows] = {}
             # The second round goes backwards: no side always follows the same other one.
             plains = [side for side in sides if (side.plain or sides[0]) is side]
             others = [side for side in sides if (side.plain or sides[0]) is not side]
             for side in [*plains, *(others if number % 2 == 0 else reversed(others))]:
                 time.sleep(PAUSE)
                 started = time.perf_counter()
-                tokens = side.answer(prompt)
+                answers = side.answer(batch)
                 seconds = time.perf_counter() - started
-                side.equal.append(tokens == expected.setdefault((side.plain or sides[0]).name, tokens))
-                side.rounds[-1][group][0] += len(prompt) if group == LONG else len(tokens)
+                plain = expected.setdefault((side.plain or sides[0]).name, answers)
+                side.equal += [answer == tokens for answer, tokens in zip(answers, plain, strict=True)]
+                side.rounds[-1][group][0] += sum(map(len, batch if group == LONG else answers))
                 side.rounds[-1][group][1] += seconds
                 if side.length is not None:
                     side.lengths.append(side.length())
@@ -209,7 +251,8 @@ def llama_sides(args: argparse.Namespace, source: Path, open_servers: ExitStack)
         try:
             if source.suffix != ".gguf":
                 raise PeerError(f"it needs a GGUF file, found {source.name}")
-            server = LlamaServer(server_program(args.llama), source, mode, args.threads or torch.get_num_threads(), args.context)
+            threads = args.threads or torch.get_num_threads()
+            server = LlamaServer(server_program(args.llama), source, mode, threads, args.context, args.batch)
         except PeerError as reason:
             missing[mode.name] = str(reason)
             continue
@@ -227,6 +270,8 @@ def peer_sides(args: argparse.Namespace, source: Path, file: Path, open_servers:
     copy: Path | None = None if file.suffix == ".gguf" else source
     for peer in (peer for peer in CHAT_PEERS if not (args.plain and peer.baseline)):
         try:
+            if args.batch > 1 and not peer.batches:
+                raise PeerError("it takes one prompt at a time")
             check_installed(peer, args.peers)
             if not peer.model and file.suffix != ".gguf":
                 raise PeerError(f"it needs a GGUF file, found {file.name}")
@@ -241,7 +286,7 @@ def peer_sides(args: argparse.Namespace, source: Path, file: Path, open_servers:
             continue
         open_servers.callback(process.close)
         answer = partial(process.generate, max_tokens=args.max_tokens, fixed=True)
-        sides.append(Side(peer.side, lambda prompt, answer=answer: answer([prompt])[0], version=process.version))  # type: ignore[misc]
+        sides.append(Side(peer.side, answer, version=process.version))
     return sides, missing
 
 
@@ -263,6 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--activations", action="append", choices=ACTIVATIONS, help="of our sides, several times (kernels.activations; default: full)"
     )
+    parser.add_argument("--batch", type=int, default=1, help="prompts that are answered at a time")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--context", type=int, default=1024, help="tokens of prompt and answer")
@@ -287,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.prompt_tokens:
         prompts = long_prompts([prompt for _, prompt in prompts], args.prompt_tokens)
         asked, args.max_tokens, args.plain = [LONG], 1, True
-    groups = list(dict.fromkeys(asked))
+    groups, questions = list(dict.fromkeys(asked)), batches(prompts, args.batch)
     drafters: dict[str, str | None] = {"ngram": None}
     if args.draft is not None or "eagle3" in shipped_drafts(args.model, source):
         drafters["eagle3"] = args.draft
@@ -314,16 +360,18 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sides.append(hf_side(source, args))
             except PeerError as reason:
                 missing["transformers"] = str(reason)
+        sides, reasons = warm_up(sides, questions[0][1])
+        missing |= reasons
         watch = CoreWait()
         with busy_programs(args.busy):
-            measure(sides, prompts, args.rounds)
+            measure(sides, questions, args.rounds)
         busy = watch.share()
     found = records(sides, groups)
     threads = args.threads or torch.get_num_threads()
     print(table(found, groups))
     print(
-        f"\n{Path(args.model).name}, batch 1, greedy, {threads} CPU threads, {len(prompts)} prompts, {args.max_tokens} new tokens, "
-        f"median of {args.rounds} rounds: `make race`."
+        f"\n{Path(args.model).name}, batch {args.batch}, greedy, {threads} CPU threads, {len(prompts)} prompts, "
+        f"{args.max_tokens} new tokens, median of {args.rounds} rounds: `make race`."
     )
     for side, reason in missing.items():
         print(f"Missing: {side}: {reason}.")

@@ -11,6 +11,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -61,7 +62,7 @@ def server_program(given: str | None) -> str:
 
 
 class LlamaServer:
-    """A running server for one prompt at a time.
+    """A running server.
 
     Args:
         program: path of ``llama-server``.
@@ -69,14 +70,16 @@ class LlamaServer:
         mode: how it speculates.
         threads: CPU threads.
         context: tokens of prompt and answer.
+        rows: how many prompts it answers at a time.
 
     Raises:
         PeerError: the program doesn't start, or ends before it answers.
     """
 
-    def __init__(self, program: str, model: Path, mode: Mode, threads: int, context: int) -> None:
-        self.mode = mode
-        self._program, self._options = program, ("-m", str(model), "-t", str(threads), "-tb", str(threads), "-c", str(context))
+    def __init__(self, program: str, model: Path, mode: Mode, threads: int, context: int, rows: int = 1) -> None:
+        self.mode, self._rows = mode, rows
+        shared = ("-c", str(rows * context), "-np", str(rows))
+        self._program, self._options = program, ("-m", str(model), "-t", str(threads), "-tb", str(threads), *shared)
         self._start()
         self.version = self._version()
 
@@ -88,7 +91,7 @@ class LlamaServer:
         # Its libraries lie next to it.
         libraries = f"{Path(self._program).resolve().parent}:{os.environ.get('LD_LIBRARY_PATH', '')}"
         environment = {**os.environ, "LD_LIBRARY_PATH": libraries}
-        command = [self._program, *self._options, "-np", "1", "--no-webui", "--host", "127.0.0.1", "--port", str(self._port)]
+        command = [self._program, *self._options, "--no-webui", "--host", "127.0.0.1", "--port", str(self._port)]
         self._process = subprocess.Popen(
             [*command, *self.mode.options],
             stdin=subprocess.DEVNULL, stdout=self._errors, stderr=subprocess.STDOUT, env=environment,
@@ -104,13 +107,20 @@ class LlamaServer:
         self.close()
         self._start()
 
-    def answer(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
-        """New tokens after a prompt, greedy; nothing of an earlier prompt is reused."""
+    def answer(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+        """New tokens of each prompt, all prompts at a time, greedy; nothing of an earlier prompt is reused."""
+        with ThreadPoolExecutor(self._rows) as pool:
+            return list(pool.map(lambda prompt: self._one(prompt, max_tokens), prompts))
+
+    def _one(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
         request = {
             "prompt": list(prompt), "n_predict": max_tokens, "temperature": 0, "top_k": 1, "cache_prompt": False, "ignore_eos": True,
             "return_tokens": True,
         }  # fmt: skip
-        tokens: list[int] = self._ask("/completion", request)["tokens"]
+        try:
+            tokens: list[int] = self._ask("/completion", request)["tokens"]
+        except OSError as error:
+            raise PeerError(f"it doesn't answer: {error}: {self._last_words()}") from error
         return tokens
 
     def close(self) -> None:

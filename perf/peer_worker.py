@@ -2,7 +2,7 @@
 
 It runs under the interpreter of an environment that has the engine, so it imports nothing of graphspec. A request is
 ``{"prompts": [[id, ...], ...], "max_tokens": n, "fixed": whether n are wanted in any case}``, the answer ``{"tokens": [[id, ...], ...]}``,
-greedy; the prompts of a request are one batch and have one length. The first line of output is ``{"version": ...}``.
+greedy; the prompts of a request are one batch. The first line of output is ``{"version": ...}``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,13 @@ Batch = list[list[int]]
 Generate = Callable[[Batch, int, bool], Batch]
 
 
+def padded(rows: Batch, filler: int, *, left: bool) -> Batch:
+    """Rows of one length."""
+    longest = max(map(len, rows))
+    fill = [[filler] * (longest - len(row)) for row in rows]
+    return [more + row if left else row + more for row, more in zip(rows, fill, strict=True)]
+
+
 def onnxruntime(folder: str, threads: int, ngram: bool) -> Generate:
     """ONNX Runtime GenAI; with ``ngram``, its n-gram speculation, which takes one prompt at a time."""
     import onnxruntime_genai as engine
@@ -27,17 +34,19 @@ def onnxruntime(folder: str, threads: int, ngram: bool) -> Generate:
     config = engine.Config(folder)
     config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}))
     model = engine.Model(config)
-    eos = json.loads(Path(folder, "genai_config.json").read_text(encoding="utf-8"))["model"]["eos_token_id"]
+    own = json.loads(Path(folder, "genai_config.json").read_text(encoding="utf-8"))["model"]
+    eos = own["eos_token_id"]
     ends = set(eos if isinstance(eos, list) else [eos])
 
     def generate(prompts: Batch, max_tokens: int, fixed: bool) -> Batch:
         params = engine.GeneratorParams(model)
-        length = len(prompts[0]) + max_tokens
+        rows = padded(prompts, own["pad_token_id"], left=False)
+        length = len(rows[0]) + max_tokens
         params.set_search_options(max_length=length, min_length=length if fixed else 0, do_sample=False, batch_size=len(prompts))
         if ngram:
             params.set_speculative_options(ngram_size=2, max_draft_tokens=4)
         generator = engine.Generator(model, params)
-        generator.append_tokens(prompts if len(prompts) > 1 else prompts[0])
+        generator.append_tokens(rows if len(rows) > 1 else rows[0])
         out: Batch = [[] for _ in prompts]
         while not generator.is_done() and len(out[0]) < max_tokens:
             generator.generate_next_token()
@@ -88,8 +97,8 @@ def openvino(path: str, threads: int, draft: str = "", **options: Any) -> Genera
             config.max_ngram_size, config.num_assistant_tokens = 3, 4
         elif draft:
             config.num_assistant_tokens = 4
-        ids = np.array(prompts, dtype=np.int64)
-        inputs = engine.TokenizedInputs(runtime.Tensor(ids), runtime.Tensor(np.ones_like(ids)))
+        ids, mask = (np.array(padded(rows, 0, left=True), dtype=np.int64) for rows in (prompts, [[1] * len(row) for row in prompts]))
+        inputs = engine.TokenizedInputs(runtime.Tensor(ids), runtime.Tensor(mask))
         return [list(map(int, row)) for row in pipeline.generate(inputs, config).tokens]
 
     return generate

@@ -52,13 +52,14 @@ PEERS = (
     Peer("ct2", "CTranslate2", "ctranslate2", "ct2"),
     Peer("openvino", "OpenVINO GenAI", "openvino_genai", "openvino"),
 )
+_ORT, _OPENVINO = "ONNX Runtime GenAI, int4", "OpenVINO GenAI, int4"
 CHAT_PEERS = (
     Peer("openvino-own", "OpenVINO GenAI", "openvino_genai", ""),
     Peer("openvino-lookup", "OpenVINO GenAI, prompt lookup (3, 4)", "openvino_genai", "", "OpenVINO GenAI"),
-    Peer("openvino-own", "OpenVINO GenAI, int4", "openvino_genai", "openvino-int4"),
-    Peer("openvino-own", "OpenVINO GenAI, int4, eagle3 (4)", "openvino_genai", "openvino-int4", "OpenVINO GenAI, int4", head=True),
-    Peer("ort", "ONNX Runtime GenAI, int4", "onnxruntime_genai", "ort-int4"),
-    Peer("ort-ngram", "ONNX Runtime GenAI, int4, n-gram (2, 4)", "onnxruntime_genai", "ort-int4", "ONNX Runtime GenAI, int4"),
+    Peer("openvino-own", _OPENVINO, "openvino_genai", "openvino-int4"),
+    Peer("openvino-own", f"{_OPENVINO}, eagle3 (4)", "openvino_genai", "openvino-int4", _OPENVINO, head=True),
+    Peer("ort", _ORT, "onnxruntime_genai", "ort-int4"),
+    Peer("ort-ngram", f"{_ORT}, n-gram (2, 4)", "onnxruntime_genai", "ort-int4", _ORT, batches=False),
 )
 """Sides of a chat model, in their own precision: OpenVINO reads the same GGUF file; 4 bits of their own were chosen by the converters."""
 

@@ -15,6 +15,7 @@ from graphspec.errors import CheckpointError
 from graphspec.facts.folders import shipped_draft
 from perf import chat_race, llama_server, peers
 from perf.llama_server import LlamaServer, Mode
+from perf.peer_worker import padded
 from perf.peers import PeerError
 
 SERVER = """#!{python}
@@ -39,8 +40,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert asked["temperature"] == 0 and asked["ignore_eos"] and not asked["cache_prompt"]
-        threads = int(options[options.index("-t") + 1])
-        self.answer({{"tokens": [threads, *asked["prompt"]][: asked["n_predict"]]}})
+        if asked["prompt"] == [0]:
+            return self.send_error(500, "out of slots")
+        number = lambda name: int(options[options.index(name) + 1])
+        self.answer({{"tokens": [number("-t"), number("-c") // number("-np"), *asked["prompt"]][: asked["n_predict"]]}})
 
     def log_message(self, *_):
         pass
@@ -58,31 +61,33 @@ def program(tmp_path):
 
 
 def test_the_server_is_asked_with_token_ids_and_ends_with_its_side(program, tmp_path):
-    server = LlamaServer(program, tmp_path / "model.gguf", Mode("plain"), 3, 64)
-    assert server.version == "b1-test" and server.answer([5, 6, 7], 3) == [3, 5, 6]
+    server = LlamaServer(program, tmp_path / "model.gguf", Mode("plain"), 3, 64, rows=2)
+    assert server.version == "b1-test" and server.answer([[5, 6, 7], [8]], 4) == [[3, 64, 5, 6], [3, 64, 8]]
+    with pytest.raises(PeerError, match=r"it doesn't answer: .*out of slots"):
+        server.answer([[5], [0]], 4)
     server.close()
     assert server._process.poll() is not None
 
 
 def test_a_server_that_remembers_starts_anew_for_every_round(program, tmp_path, monkeypatch):
     monkeypatch.setattr(chat_race, "MODES", (Mode("plain"), Mode("other", remembers=True)))
-    args = Namespace(llama=program, llama_draft=None, threads=1, context=64, max_tokens=2, plain=False)
+    args = Namespace(llama=program, llama_draft=None, threads=1, context=64, batch=1, max_tokens=2, plain=False)
     started = []
     start = LlamaServer._start
     monkeypatch.setattr(LlamaServer, "_start", lambda self: started.append(self.mode.name) or start(self))
     with ExitStack() as stack:
         sides, _ = chat_race.llama_sides(args, tmp_path / "model.gguf", stack)
-        chat_race.measure(sides, [("chat", [4, 5])], 2)
+        chat_race.measure(sides, [("chat", [[4, 5]])], 2)
         assert started == ["plain", "other", "other", "other"]
     assert [len(side.rounds) for side in sides] == [2, 2] and sides[1].equal == [True, True]
 
 
 def test_a_server_that_does_not_start_is_missing_with_its_own_words(program, tmp_path, monkeypatch):
     monkeypatch.setattr(chat_race, "MODES", (Mode("plain"), Mode("other", ("--broken",))))
-    args = Namespace(llama=program, llama_draft="head.gguf", threads=1, context=64, max_tokens=2, plain=False)
+    args = Namespace(llama=program, llama_draft="head.gguf", threads=1, context=64, batch=1, max_tokens=3, plain=False)
     with ExitStack() as stack:
         sides, missing = chat_race.llama_sides(args, tmp_path / "model.gguf", stack)
-        assert [side.name for side in sides] == ["plain", "llama.cpp, eagle3 (4)"] and sides[0].answer([4]) == [1, 4]
+        assert [side.name for side in sides] == ["plain", "llama.cpp, eagle3 (4)"] and sides[0].answer([[4]]) == [[1, 64, 4]]
         assert "unknown argument: --broken" in missing["other"]
         assert chat_race.llama_sides(args, tmp_path, stack)[1]["plain"].startswith("it needs a GGUF file")
     with pytest.raises(PeerError, match="not found"):
@@ -92,8 +97,11 @@ def test_a_server_that_does_not_start_is_missing_with_its_own_words(program, tmp
 def test_engines_of_another_interpreter_read_the_file_or_a_copy(tmp_path, monkeypatch):
     """What needs a converter gets the numbers in bfloat16, written once; who can't take part says why."""
     reading, converting = peers.Peer("own", "Reads", "json", ""), peers.Peer("made", "Converts", "json", "echo")
-    others = peers.Peer("again", "Converts too", "json", "echo", "Converts"), peers.Peer("gone", "Gone", "no_such_engine", "")
-    monkeypatch.setattr(chat_race, "CHAT_PEERS", (reading, converting, *others))
+    again, gone = (
+        peers.Peer("again", "Converts too", "json", "echo", "Converts", batches=False),
+        peers.Peer("gone", "Gone", "no_engine", ""),
+    )
+    monkeypatch.setattr(chat_race, "CHAT_PEERS", (reading, converting, again, gone))
     monkeypatch.setattr(chat_race, "write_bfloat16", lambda source, folder: copies.append(folder))
     copies, started = [], []
 
@@ -113,14 +121,18 @@ def test_engines_of_another_interpreter_read_the_file_or_a_copy(tmp_path, monkey
             started.append("closed")
 
     monkeypatch.setattr(chat_race, "PeerProcess", Process)
-    args = Namespace(peers=sys.executable, exporter="exporter", draft="head", threads=2, max_tokens=2, plain=False)
+    args = Namespace(peers=sys.executable, exporter="exporter", draft="head", threads=2, batch=1, max_tokens=2, plain=False)
     folder, file = tmp_path / "model", tmp_path / "model" / "model.gguf"
     with ExitStack() as stack:
         sides, missing = chat_race.peer_sides(args, folder, file, stack)
         assert started == [("Reads", file, 2), ("Converts", copies[0], 2), ("Converts too", copies[0], 2)] and len(copies) == 1
-        assert [side.answer([5, 6]) for side in sides] == [["own", 5], ["made", 5], ["again", 5]]
-        assert list(missing) == ["Gone"] and "no_such_engine" in missing["Gone"]
+        assert [side.answer([[5, 6], [7]]) for side in sides] == [[[name, 5], [name, 7]] for name in ("own", "made", "again")]
+        assert list(missing) == ["Gone"] and "no_engine" in missing["Gone"]
     assert started[3:] == ["closed"] * 3
+    with ExitStack() as stack:
+        args.batch = 2
+        assert chat_race.peer_sides(args, folder, file, stack)[1]["Converts too"] == "it takes one prompt at a time"
+    copies[1:] = []
     with ExitStack() as stack:
         args.plain = True
         sides, missing = chat_race.peer_sides(args, folder, folder, stack)
@@ -151,10 +163,10 @@ def test_rates_are_by_group_and_ours_with_other_tokens_have_none(monkeypatch):
     clock = iter(range(1000))
     monkeypatch.setattr(chat_race, "PAUSE", 0.0)
     monkeypatch.setattr(chat_race.time, "perf_counter", lambda: float(next(clock)))
-    plain = chat_race.Side("plain", lambda prompt: [prompt[0], 1, 2], ours=True)
-    wrong = chat_race.Side("wrong", lambda prompt: [9, 1, 2], ours=True)
-    other = chat_race.Side("other", lambda prompt: [prompt[0], 1, 2, 3, 4, 5] if prompt[0] < 7 else [prompt[0], 1, 2])
-    chat_race.measure([plain, wrong, other], [("chat", [5]), ("code", [7]), ("chat", [8])], 2)
+    plain = chat_race.Side("plain", lambda prompts: [[prompt[0], 1, 2] for prompt in prompts], ours=True)
+    wrong = chat_race.Side("wrong", lambda prompts: [[9, 1, 2] for _ in prompts], ours=True)
+    other = chat_race.Side("other", lambda prompts: [[prompt[0], 1, 2, *([3, 4, 5] if prompt[0] < 7 else [])] for prompt in prompts])
+    chat_race.measure([plain, wrong, other], [("chat", [[5]]), ("code", [[7]]), ("chat", [[8]])], 2)
     found = chat_race.records([plain, wrong, other], ["chat", "code"])
     assert found[0]["tokens_per_second"] == {"chat": 3.0, "code": 3.0} and found[0]["equal"] == 1.0
     assert found[1]["tokens_per_second"] is None and found[1]["ratio"] is None
@@ -165,15 +177,35 @@ def test_rates_are_by_group_and_ours_with_other_tokens_have_none(monkeypatch):
 
 def test_sides_are_compared_with_plain_decoding_in_the_same_arithmetic(monkeypatch):
     monkeypatch.setattr(chat_race, "PAUSE", 0.0)
-    plain = chat_race.Side("plain", lambda prompt: [1], ours=True)
-    rounded = chat_race.Side("rounded", lambda prompt: [2], ours=True)
+    plain = chat_race.Side("plain", lambda _: [[1], [3]], ours=True)
+    rounded = chat_race.Side("rounded", lambda _: [[2], [3]], ours=True)
     rounded.plain = rounded
-    right = chat_race.Side("right", lambda prompt: [2], ours=True, plain=rounded)
-    wrong = chat_race.Side("wrong", lambda prompt: [1], ours=True, plain=rounded)
-    other = chat_race.Side("other", lambda prompt: [1])
+    right = chat_race.Side("right", lambda _: [[2], [3]], ours=True, plain=rounded)
+    wrong = chat_race.Side("wrong", lambda _: [[1], [3]], ours=True, plain=rounded)
+    other = chat_race.Side("other", lambda _: [[1], [3]])
     sides = [plain, right, wrong, rounded, other]
-    chat_race.measure(sides, [("chat", [5])], 2)
-    assert [all(side.equal) for side in sides] == [True, True, False, True, True]
+    chat_race.measure(sides, [("chat", [[5], [6]])], 2)
+    assert [side.equal for side in sides] == [[True] * 4, [True] * 4, [False, True] * 2, [True] * 4, [True] * 4]
+
+
+def test_batches_have_prompts_of_one_group_and_one_size() -> None:
+    prompts = [("chat", [1]), ("code", [2]), ("chat", [3]), ("code", [4]), ("chat", [5])]
+    assert chat_race.batches(prompts, 1) == [(group, [prompt]) for group, prompt in prompts]
+    assert chat_race.batches(prompts, 2) == [("chat", [[1], [3]]), ("code", [[2], [4]]), ("chat", [[5], [1]])]
+    with pytest.raises(SystemExit, match="--batch: at most 2, the prompts of code, found 3"):
+        chat_race.batches(prompts, 3)
+
+
+def test_a_side_that_cannot_answer_is_missing_with_its_reason() -> None:
+    def broken(_):
+        raise PeerError("it ended")
+
+    able, missing = chat_race.warm_up([chat_race.Side("a", lambda rows: rows), chat_race.Side("b", broken)], [[1]])
+    assert [side.name for side in able] == ["a"] and missing == {"b": "it ended"}
+
+
+def test_padded_rows_have_one_length() -> None:
+    assert padded([[1], [2, 3]], 0, left=True) == [[0, 1], [2, 3]] and padded([[1], [2, 3]], 9, left=False) == [[1, 9], [2, 3]]
 
 
 def test_prompts_that_are_only_read_are_counted_by_their_tokens(tmp_path, capsys):
@@ -189,10 +221,10 @@ def test_prompts_that_are_only_read_are_counted_by_their_tokens(tmp_path, capsys
 
 
 def test_engines_take_part_with_the_tokens_of_plain_decoding(tmp_path, capsys):
-    """The whole command on the demo model, with drafts, without others."""
+    """The whole command on the demo model in batches, with drafts and transformers."""
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"kind": kind, "prompt": f"def {kind}("}) + "\n" for kind in ("code", "edit")))
-    words = ["--model", "demo", "--llama", str(tmp_path / "none"), "--no-hf", "--rounds", "1", "--max-tokens", "8"]
+    prompts.write_text("".join(json.dumps({"kind": kind, "prompt": f"def {kind}("}) + "\n" for kind in ("code", "edit") * 2))
+    words = ["--model", "demo", "--llama", str(tmp_path / "none"), "--rounds", "1", "--max-tokens", "8", "--batch", "2"]
     assert chat_race.main([*words, "--prompts", str(prompts), "--raw", "--context", "128", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "graphspec, ngram chain (2, 1, 3), or [0] steps" in shown and "graphspec, eagle3 tree (3, 2, 5)" in shown
@@ -200,5 +232,6 @@ def test_engines_take_part_with_the_tokens_of_plain_decoding(tmp_path, capsys):
     [file] = tmp_path.glob("*-chat-race.jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     sides = [line for line in lines if "tokens_per_second" in line]
-    assert all(side["equal"] == 1.0 and set(side["tokens_per_second"]) == {"code", "edit"} for side in sides)
-    assert len(sides) == 1 + sum(map(len, chat_race.SHAPES.values()))
+    ours, other = sides[:-1], sides[-1]
+    assert all(side["equal"] == 1.0 and set(side["tokens_per_second"]) == {"code", "edit"} for side in ours)
+    assert len(ours) == 1 + sum(map(len, chat_race.SHAPES.values())) and other["side"] == "transformers generate, float32"
