@@ -308,6 +308,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--activations", action="append", choices=ACTIVATIONS, help="of our sides, several times (kernels.activations; default: full)"
     )
+    parser.add_argument(
+        "--shape", type=int, nargs=3, action="append", metavar=("S", "K", "N"), help="of our EAGLE-3 head, in place of the usual ones"
+    )
     parser.add_argument("--batch", type=int, default=1, help="prompts that are answered at a time")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -337,6 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     drafters: dict[str, str | None] = {"ngram": None}
     if args.draft is not None or "eagle3" in shipped_drafts(args.model, source):
         drafters["eagle3"] = args.draft
+    shapes = SHAPES if args.shape is None else SHAPES | {"eagle3": tuple(((s, k, n), []) for s, k, n in args.shape)}
     sides: list[Side] = []
     for activations in args.activations or ["full"]:
         ours = OURS if activations == "full" else f"{OURS}, activations {activations}"
@@ -344,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plain.plain = plain
         sides.append(plain)
         for variant, draft in () if args.plain else drafters.items():
-            for shape, depths in SHAPES[variant]:
+            for shape, depths in shapes[variant]:
                 sizes = dict(zip(("num_steps", "topk", "num_draft_tokens"), shape, strict=True))
                 name = f"{ours}, {variant} {'chain' if shape[1] == 1 else 'tree'} {shape}{f', or {depths} steps' if depths else ''}"
                 how = {"variant": variant, "draft": draft, "depths": depths, "activations": activations}

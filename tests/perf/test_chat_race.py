@@ -225,13 +225,14 @@ def test_engines_take_part_with_the_tokens_of_plain_decoding(tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"kind": kind, "prompt": f"def {kind}("}) + "\n" for kind in ("code", "edit") * 2))
     words = ["--model", "demo", "--llama", str(tmp_path / "none"), "--rounds", "1", "--max-tokens", "8", "--batch", "2"]
+    words += ["--shape", "3", "2", "5", "--shape", "3", "2", "6"]
     assert chat_race.main([*words, "--prompts", str(prompts), "--raw", "--context", "128", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "graphspec, ngram chain (2, 1, 3), or [0] steps" in shown and "graphspec, eagle3 tree (3, 2, 5)" in shown
+    assert "graphspec, ngram chain (2, 1, 3), or [0] steps" in shown and "graphspec, eagle3 tree (3, 2, 6)" in shown
     assert "Missing: llama.cpp: it needs a GGUF file" in shown
     [file] = tmp_path.glob("*-chat-race.jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     sides = [line for line in lines if "tokens_per_second" in line]
     ours, other = sides[:-1], sides[-1]
     assert all(side["equal"] == 1.0 and set(side["tokens_per_second"]) == {"code", "edit"} for side in ours)
-    assert len(ours) == 1 + sum(map(len, chat_race.SHAPES.values())) and other["side"] == "transformers generate, float32"
+    assert len(ours) == 1 + len(chat_race.SHAPES["ngram"]) + 2 and other["side"] == "transformers generate, float32"
