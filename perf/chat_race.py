@@ -2,9 +2,10 @@
 
 Every side answers the prompts of ``perf/prompts/chat.jsonl`` (five of each of eight kinds; in the last kind the answer repeats much of the
 prompt) one at a time, or in batches of ``--batch`` of one column, greedy, with a fixed number of new tokens. Sides take turns batch by
-batch, so that a slow phase of the machine affects all of them. A rate is new tokens by wall time, the prompts included; a side's figure is
-the median over rounds, its ratio the median over rounds of the ratio to plain decoding. With ``--prompt-tokens`` a rate is prompt tokens by
-the time of an answer of one token.
+batch, so that a slow phase of the machine affects all of them. The last batch of a column is filled up with its first prompts, which then
+count twice. A rate is new tokens by wall time, the prompts included; a side's figure is the median over rounds, its ratio the median over
+rounds of the ratio to plain decoding. With ``--prompt-tokens`` a rate is prompt tokens by the time of an answer of one token, or, with
+``--decoding`` too, the new tokens after such a prompt by the time from the first of them to the last.
 
 Ours take part once for each ``--activations``, and must give the tokens of plain decoding with the same ones; a side that does not has
 no figure. The others round activations, choose 4 bits of their own or sum in another order, so of theirs the share of prompts with the
@@ -52,6 +53,8 @@ GROUPS = {"chat": ("question", "explain", "story", "numbers", "advice", "list"),
 """Columns of the table, and the kinds of prompts in each."""
 LONG = "prompts"
 """The group of prompts that are only read."""
+AFTER = "after a prompt"
+"""The group of long prompts whose answers are timed without them."""
 OURS = "graphspec"
 WARM_UP_TOKENS = 4
 """Of a prompt that a server answers after it has forgotten: too few to give an answer that is measured."""
@@ -80,6 +83,7 @@ class Side:
         length: tokens per cycle of the last batch; None: the side has no cycles.
         lengths: one for every batch.
         forget: makes it forget earlier answers, for a side that drafts from them; None: it doesn't.
+        decoding: seconds that the last answer took after its first token; None: the side doesn't tell.
     """
 
     name: str
@@ -92,6 +96,7 @@ class Side:
     lengths: list[float] = field(default_factory=list)
     length: Callable[[], float] | None = None
     forget: Callable[[], None] | None = None
+    decoding: Callable[[], float] | None = None
 
     def rates(self, group: str) -> list[float]:
         """Tokens per second in each round."""
@@ -116,7 +121,10 @@ def our_side(name: str, args: argparse.Namespace, plain: Side | None = None, **o
     def answer(prompts: Rows) -> Rows:
         return [output.token_ids for output in llm.generate(prompts, params)]
 
-    return Side(name, answer, ours=True, plain=plain, length=length)
+    def decoding() -> float:
+        return llm.metrics.decode_seconds if llm.metrics else 0.0
+
+    return Side(name, answer, ours=True, plain=plain, length=length, decoding=decoding)
 
 
 def hf_side(source: Path, args: argparse.Namespace) -> Side:
@@ -162,12 +170,14 @@ def batches(prompts: Sequence[tuple[str, list[int]]], size: int) -> list[tuple[s
     return made
 
 
-def warm_up(sides: Sequence[Side], batch: Rows) -> tuple[list[Side], dict[str, str]]:
-    """The sides that answer a batch, and for others the reason."""
+def warm_up(sides: Sequence[Side], batch: Rows, *, decoding: bool = False) -> tuple[list[Side], dict[str, str]]:
+    """The sides that answer a batch, with ``decoding`` those that time it without the prompt; for others the reason."""
     able: list[Side] = []
     missing: dict[str, str] = {}
     for side in sides:
         try:
+            if decoding and side.decoding is None:
+                raise PeerError("it doesn't tell when its first token came")
             side.answer(batch)
         except PeerError as reason:
             missing[side.name] = str(reason)
@@ -194,9 +204,13 @@ def measure(sides: Sequence[Side], prompts: Sequence[tuple[str, Rows]], rounds: 
                 started = time.perf_counter()
                 answers = side.answer(batch)
                 seconds = time.perf_counter() - started
+                counted = sum(map(len, batch if group == LONG else answers))
+                if group == AFTER:
+                    assert side.decoding is not None, "others are left out"
+                    counted, seconds = counted - len(answers), side.decoding()
                 plain = expected.setdefault((side.plain or sides[0]).name, answers)
                 side.equal += [answer == tokens for answer, tokens in zip(answers, plain, strict=True)]
-                side.rounds[-1][group][0] += sum(map(len, batch if group == LONG else answers))
+                side.rounds[-1][group][0] += counted
                 side.rounds[-1][group][1] += seconds
                 if side.length is not None:
                     side.lengths.append(side.length())
@@ -223,12 +237,12 @@ def records(sides: Sequence[Side], groups: Sequence[str]) -> list[dict[str, Any]
     return out
 
 
-def long_prompts(parts: Sequence[list[int]], length: int) -> list[tuple[str, list[int]]]:
+def long_prompts(parts: Sequence[list[int]], length: int, group: str) -> list[tuple[str, list[int]]]:
     """A prompt of ``length`` tokens for each part, which it begins with; the others follow."""
     made = []
     for place in range(len(parts)):
         tokens = [token for part in (*parts[place:], *parts[:place]) for token in part]
-        made.append((LONG, (tokens * -(-length // len(tokens)))[:length]))
+        made.append((group, (tokens * -(-length // len(tokens)))[:length]))
     return made
 
 
@@ -258,7 +272,7 @@ def llama_sides(args: argparse.Namespace, source: Path, open_servers: ExitStack)
             continue
         open_servers.callback(server.close)
         answer, forget = partial(server.answer, max_tokens=args.max_tokens), server.forget if mode.remembers else None
-        sides.append(Side(mode.name, answer, version=server.version, forget=forget))
+        sides.append(Side(mode.name, answer, version=server.version, forget=forget, decoding=server.decoding))
     return sides, missing
 
 
@@ -304,6 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--raw", action="store_true", help="prompts as they are, without the chat template")
     parser.add_argument("--every", type=int, default=1, help="only every so many prompts")
     parser.add_argument("--prompt-tokens", type=int, help="prompts of this length, made of all of them, and one new token: reading speed")
+    parser.add_argument("--decoding", action="store_true", help="speed of decoding after prompts of --prompt-tokens")
     parser.add_argument("--plain", action="store_true", help="without drafters")
     parser.add_argument(
         "--activations", action="append", choices=ACTIVATIONS, help="of our sides, several times (kernels.activations; default: full)"
@@ -319,6 +334,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--busy", type=int, default=0, help="other programs that keep a core busy each meanwhile")
     parser.add_argument("--out", type=Path, default=ROOT / "perf" / "results", help="folder of the result file")
     args = parser.parse_args(argv)
+    for key in ("every", "batch", "rounds", "max_tokens", "context"):
+        if vars(args)[key] < 1:
+            parser.error(f"--{key.replace('_', '-')}: expected at least 1, found {vars(args)[key]}")
+    if args.decoding and (not args.prompt_tokens or args.batch > 1 or args.max_tokens < 2):
+        parser.error("--decoding: expected --prompt-tokens, --batch 1 and --max-tokens of at least 2")
 
     torch.set_flush_denormal(True)
     if args.threads is not None:
@@ -334,8 +354,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompts = [(group, out.prompt_token_ids) for group, out in zip(asked, ask({"max_tokens": 1}), strict=True)]
     probe.close()
     if args.prompt_tokens:
-        prompts = long_prompts([prompt for _, prompt in prompts], args.prompt_tokens)
-        asked, args.max_tokens, args.plain = [LONG], 1, True
+        group = AFTER if args.decoding else LONG
+        prompts = long_prompts([prompt for _, prompt in prompts], args.prompt_tokens, group)
+        asked, args.max_tokens, args.plain = [group], args.max_tokens if args.decoding else 1, True
     groups, questions = list(dict.fromkeys(asked)), batches(prompts, args.batch)
     drafters: dict[str, str | None] = {"ngram": None}
     if args.draft is not None or "eagle3" in shipped_drafts(args.model, source):
@@ -364,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sides.append(hf_side(source, args))
             except PeerError as reason:
                 missing["transformers"] = str(reason)
-        sides, reasons = warm_up(sides, questions[0][1])
+        sides, reasons = warm_up(sides, questions[0][1], decoding=args.decoding)
         missing |= reasons
         watch = CoreWait()
         with busy_programs(args.busy):

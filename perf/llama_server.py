@@ -77,7 +77,7 @@ class LlamaServer:
     """
 
     def __init__(self, program: str, model: Path, mode: Mode, threads: int, context: int, rows: int = 1) -> None:
-        self.mode, self._rows = mode, rows
+        self.mode, self._rows, self._decoding = mode, rows, 0.0
         shared = ("-c", str(rows * context), "-np", str(rows))
         self._program, self._options = program, ("-m", str(model), "-t", str(threads), "-tb", str(threads), *shared)
         self._start()
@@ -118,10 +118,16 @@ class LlamaServer:
             "return_tokens": True,
         }  # fmt: skip
         try:
-            tokens: list[int] = self._ask("/completion", request)["tokens"]
+            found = self._ask("/completion", request)
         except OSError as error:
             raise PeerError(f"it doesn't answer: {error}: {self._last_words()}") from error
+        tokens: list[int] = found["tokens"]
+        self._decoding = 1e-3 * found.get("timings", {}).get("predicted_ms", 0.0)
         return tokens
+
+    def decoding(self) -> float:
+        """Seconds that the last answer took after its first token, by the server's clock."""
+        return self._decoding
 
     def close(self) -> None:
         """End the server."""

@@ -97,6 +97,14 @@ class Progress(NamedTuple):
     status_R: Int64
 
 
+class LogprobRing(NamedTuple):
+    """The output ring's log-probabilities: of the new tokens, and of the most likely ones at their positions."""
+
+    ring_logprob_ZBA: Tensor
+    ring_top_logprob_ZBAO: Tensor
+    ring_top_token_ZBAO: Int64
+
+
 class Limits(NamedTuple):
     """Conditions that end a row's run."""
 

@@ -9,8 +9,11 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from ..shapes import WORD_BITS
+from .groups import LogprobRing
 from .host_step import BoundCall, HostStep, PreparedCall
 from .op import KernelOp
 
@@ -117,6 +120,60 @@ class KernelSet(_Callables):
     def sampled_positions(self, lane_row_B: Tensor, seq_len_R: Tensor, depth_BN: Tensor) -> Tensor:
         """The position whose token is sampled at each node: ``seq_len + 1 + depth``, int64 ``[B, N]``; all arguments int64."""
         return seq_len_R[lane_row_B][:, None] + 1 + depth_BN
+
+    def take_rows(self, x_R: Tensor, row_B: Tensor) -> Tensor:
+        """``x[row]``: of a slot of all rows, those of the lanes; ``row``: int64."""
+        return x_R[row_B]
+
+    def node_paths(self, token_BN: Tensor, ancestors_BNX: Tensor) -> Tensor:
+        """Tokens on the way to every node, itself included and the root not: int64 ``[B, N, N]``, -1 where a node is not on the way.
+
+        Args:
+            token_BN: int64.
+            ancestors_BNX: int64 words, bit j: node j is above the node, or is it.
+        """
+        node_N = torch.arange(token_BN.shape[1], device=token_BN.device)
+        word_BNN = ancestors_BNX[..., node_N // WORD_BITS]
+        on_way_BNN = ((word_BNN >> (node_N % WORD_BITS)) & 1).bool() & (node_N > 0)
+        return torch.where(on_way_BNN, token_BN[:, None], -1)
+
+    def log_probabilities(self, logits_BTV: Tensor, token_BT: Tensor, alternatives: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The log-probability of a token at every position, and the most likely tokens there, in one pass over the logits.
+
+        Args:
+            logits_BTV: float32.
+            token_BT: int64; -1 is no token, and what is found for it has no meaning.
+            alternatives: how many most likely tokens, static.
+
+        Returns:
+            float32 ``[B, T]``; float32, descending, and int64 ``[B, T, alternatives]``.
+        """
+        value_BTO, likely_BTO = self.draft_topk(logits_BTV, max(alternatives, 1), None, None, None, None)
+        logit_BT2 = logits_BTV.gather(-1, torch.stack((token_BT.clamp(min=0), likely_BTO[..., 0]), -1))
+        # The best token's log-probability is minus the logarithm of the sum that the op divides by: equal logits have equal figures.
+        chosen_BT = logit_BT2[..., 0] - logit_BT2[..., 1] + value_BTO[..., 0]
+        return chosen_BT, value_BTO[..., :alternatives], likely_BTO[..., :alternatives]
+
+    def note_logprobs(
+        self, logits_BNV: Tensor, path_BA: Tensor, sample_BN: Tensor, cycle_1: Tensor, ring: LogprobRing, alternatives: int
+    ) -> None:
+        """Write what :meth:`log_probabilities` finds for the samples of a path to the ring slot of a cycle, its first A entries.
+
+        Args:
+            logits_BNV: float32.
+            path_BA: int64, nodes.
+            sample_BN: int64, the token after each node; -1: none, and its entry has no meaning.
+            cycle_1: int64; its slot is ``cycle % Z``.
+            ring: written.
+            alternatives: how many most likely tokens, static; the ring's places after them stay as they are.
+        """
+        logits_BAV = logits_BNV.gather(1, path_BA[..., None].expand(-1, -1, logits_BNV.shape[-1]))
+        chosen_BA, value_BAO, likely_BAO = self.log_probabilities(logits_BAV, sample_BN.gather(1, path_BA), alternatives)
+        slot_1, length = cycle_1 % ring.ring_logprob_ZBA.shape[0], path_BA.shape[1]
+        ring.ring_logprob_ZBA[:, :, :length].index_copy_(0, slot_1, chosen_BA[None])
+        if alternatives:
+            ring.ring_top_logprob_ZBAO[:, :, :length, :alternatives].index_copy_(0, slot_1, value_BAO[None])
+            ring.ring_top_token_ZBAO[:, :, :length, :alternatives].index_copy_(0, slot_1, likely_BAO[None])
 
     def bind_call(self, call: PreparedCall) -> BoundCall | None:
         """``call`` by a kernel that needs a host step before each launch; None: use the general op.

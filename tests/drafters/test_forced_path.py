@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graphspec.drafters.ngram.stages import put_run_first
+from graphspec.kernels.groups import Candidates
+from graphspec.kernels.native.cycle import forced_run as native_forced_run
+from graphspec.kernels.tree.forced_run import forced_run
 from graphspec.kernels.tree.ngram_match import match_rows
 from graphspec.kernels.tree.tree_build import tree_build
 from tests.kernels.test_ngram_match import Path, batch, problems
@@ -54,7 +56,10 @@ def test_the_run_comes_first_and_what_it_does_not_displace_stays(
     pool = match_rows(history, length, num_paths, depth, low, high)
     forced_runs = [data.draw(runs(pool, lane, num_paths, depth)) for lane in range(len(histories))]
     forced_BS = torch.tensor([[*run, *[-1] * (depth - len(run))] for run in forced_runs])
-    found = put_run_first(*pool, forced_BS)
+    found = forced_run(*pool, forced_BS)
+    native = Candidates(*(x.clone() for x in pool))
+    native_forced_run(forced_BS, native)
+    assert all(torch.equal(x, y) for x, y in zip(found, native, strict=True))
     assert [x.dtype for x in found] == [x.dtype for x in pool] and [x.shape for x in found] == [x.shape for x in pool]
     nodes = data.draw(st.integers(1, num_paths * depth + 1))
     token_BN, parent_BN, _, _ = tree_build(*found, torch.zeros(len(histories), dtype=torch.int64), nodes, 1, depth)
@@ -75,7 +80,7 @@ def test_the_run_comes_first_and_what_it_does_not_displace_stays(
 def test_a_chain_goes_on_after_a_run_that_it_begins_with() -> None:
     """And gives way to one that it does not begin with."""
     pool = (torch.tensor([[0.0, -1.0, -2.0]] * 3), torch.tensor([[7, 8, 9]] * 3), torch.tensor([[-1, 0, 1]] * 3))
-    score, token, parent = put_run_first(*pool, torch.tensor([[7, 8, -1], [7, 5, -1], [-1, -1, -1]]))
+    score, token, parent = forced_run(*pool, torch.tensor([[7, 8, -1], [7, 5, -1], [-1, -1, -1]]))
     assert token.tolist() == [[7, 8, 9], [7, 5, -1], [7, 8, 9]]
     assert parent.tolist() == [[-1, 0, 1], [-1, 0, -1], [-1, 0, 1]]
     assert score.tolist() == [[0.0, -1.0, -5.0], [0.0, -1.0, -math.inf], [0.0, -1.0, -2.0]]

@@ -14,7 +14,8 @@ from graphspec.api.llm import SamplingParams
 from graphspec.api.outputs import Output
 from graphspec.api.prompts import encode_bad_words
 from graphspec.errors import RequestError
-from graphspec.graphs.stages.bans import allowed_tokens, ends_of_words
+from graphspec.graphs.stages.bans import ends_of_words
+from graphspec.kernels.sampling.mask_tokens import mask_tokens
 from graphspec.text.tokenizer import Tokenizer
 from tests.support.engines import CHAIN, MIRROR_VOCAB, TREE, Pair, add_tokenizer, ids, mirror_pair, prompts, words
 from tests.support.plans import plan
@@ -150,7 +151,8 @@ def test_preempted_rows_remember_it(pair: Pair) -> None:
 @given(st.sets(st.integers(0, 129), min_size=1))
 def test_bits_of_allowed_tokens(allowed: set[int]) -> None:
     words_U = torch.tensor([sum(1 << (t % 64) for t in allowed if t // 64 == u) for u in range(3)], dtype=torch.uint64).view(torch.int64)
-    assert allowed_tokens(words_U[None], 130)[0].nonzero().flatten().tolist() == sorted(allowed)
+    masked_11V = mask_tokens(torch.zeros(1, 1, 130), torch.tensor([0]), words_U[None], None, None)
+    assert masked_11V[0, 0].isfinite().nonzero().flatten().tolist() == sorted(allowed)
 
 
 def test_ends_of_words() -> None:

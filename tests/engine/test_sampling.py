@@ -20,7 +20,7 @@ from graphspec.errors import RequestError
 from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.programs import Key
 from graphspec.graphs.stages.mailbox import Message
-from graphspec.graphs.stages.sampling import LogitShaper, node_paths, sample_tokens, trusted
+from graphspec.graphs.stages.sampling import LogitShaper, sample_tokens, trusted
 from graphspec.kernels import select_kernels
 from graphspec.kernels.sampling.filter_logits import filter_logits
 from graphspec.kernels.sampling.topk import stable_topk
@@ -29,6 +29,7 @@ from graphspec.plan.buffers import POISON
 from graphspec.shapes import GREEDY, GraphKey, SamplingClass
 from tests.support.engines import CHAIN, MIRROR_VOCAB, TREE, WIDE, Pair, idle_rows, ids, prompts, watch_schedulers
 
+KERNELS = select_kernels("reference", "auto", "cpu")
 LENGTH = 18
 STOPS = (5, 9, 17, 23, 31)
 KINDS: list[dict[str, Any]] = [
@@ -139,7 +140,12 @@ def slow_shape(
     return shaped
 
 
-def shaping_views(shapings: list[dict[str, Any]], prompts_: list[list[int]], outputs: list[list[int]], stops: list[int]) -> SimpleNamespace:
+class ShapingViews(SimpleNamespace):
+    def take(self, group: Any) -> Any:
+        return group._make(getattr(self, name) for name in group._fields)
+
+
+def shaping_views(shapings: list[dict[str, Any]], prompts_: list[list[int]], outputs: list[list[int]], stops: list[int]) -> ShapingViews:
     rows = len(shapings)
     count_RV, seen_RV = torch.zeros(rows, VOCAB, dtype=torch.int32), torch.zeros(rows, VOCAB, dtype=torch.int8)
     bias_id_RI, bias_value_RI = torch.full((rows, 4), -1), torch.zeros(rows, 4)
@@ -149,7 +155,7 @@ def shaping_views(shapings: list[dict[str, Any]], prompts_: list[list[int]], out
             count_RV[r, token] += 1
         for i, (token, value) in enumerate(shapings[r]["bias"].items()):
             bias_id_RI[r, i], bias_value_RI[r, i] = token, value
-    return SimpleNamespace(
+    return ShapingViews(
         allowed_RU=torch.full((rows, -(-VOCAB // 64)), -1),
         bad_word_RBwBt=torch.full((rows, 2, 3), -1),
         lane_row_B=torch.arange(rows).flip(0),
@@ -165,7 +171,7 @@ def shaping_views(shapings: list[dict[str, Any]], prompts_: list[list[int]], out
 
 def build(sampling: SamplingClass, vocab: int = VOCAB) -> Any:
     plan = SimpleNamespace(target=SimpleNamespace(vocab_size=vocab))
-    return SimpleNamespace(kernels=select_kernels("reference", "auto", "cpu"), sampling=sampling, plan=plan)
+    return SimpleNamespace(kernels=KERNELS, sampling=sampling, plan=plan)
 
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["target", "draft"])
@@ -200,7 +206,7 @@ def test_every_branch_counts_its_own_path(mapped: bool) -> None:
     logits_BNV = torch.randn(rows, nodes, len(kept), generator=generator) * 3
 
     shaper = LogitShaper(build(SamplingClass(penalties=True, bias=True)))
-    path_BNN = node_paths(token_BN, ancestors_BNX)
+    path_BNN = KERNELS.node_paths(token_BN, ancestors_BNX)
     found_BNV = shaper(v, logits_BNV, position_BN, path_BNN, kept if mapped else None)
     different = 0
     for lane in range(rows):
@@ -240,7 +246,7 @@ def test_a_ban_hides_no_broken_logit(field: str) -> None:
             logits_11V[..., column] = value
         shaped_11V = LogitShaper(build(sampling))(v, logits_11V, torch.full((1, 1), 5), before_BTt=torch.tensor([[[9, 3]]]))
         assert column is not None or shaped_11V[0, 0, [2, 4]].tolist() == [-torch.inf] * 2
-        token_11, sound_11 = sample_tokens(select_kernels("reference", "auto", "cpu"), sampling, v, shaped_11V, torch.full((1, 1), 5))
+        token_11, sound_11 = sample_tokens(KERNELS, sampling, v, shaped_11V, torch.full((1, 1), 5))
         assert sound_11.tolist() == [[sound]] == trusted(sampling, shaped_11V).tolist(), (column, value)
         assert token_11.tolist() == [[VOCAB - 1]]
     nothing_11V = torch.full((1, 1, VOCAB), -torch.inf)
@@ -249,7 +255,7 @@ def test_a_ban_hides_no_broken_logit(field: str) -> None:
 
 def test_words_of_a_chain_are_its_paths() -> None:
     token_BN = torch.tensor([[7, 8, 9]])
-    assert node_paths(token_BN, causal_words(3, 1, torch.device("cpu"))[None]).tolist() == [[[-1, -1, -1], [-1, 8, -1], [-1, 8, 9]]]
+    assert KERNELS.node_paths(token_BN, causal_words(3, 1, torch.device("cpu"))[None]).tolist() == [[[-1, -1, -1], [-1, 8, -1], [-1, 8, 9]]]
 
 
 def filtered(logits_BTV: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:

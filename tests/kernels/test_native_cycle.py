@@ -8,8 +8,10 @@ import torch
 from graphspec.errors import ConfigError
 from graphspec.graphs import programs
 from graphspec.kernels import ATTENTION_OPS, LINEAR_OPS, OPS, op_of, select_kernels
+from graphspec.kernels.groups import LogprobRing
 from graphspec.kernels.native import cycle
 from graphspec.kernels.native.call import team_threads, torch_loops
+from graphspec.kernels.registry import KernelSet
 from graphspec.kernels.tree import draft_level
 from tests.kernels.cases import cases_of
 
@@ -104,3 +106,66 @@ def test_filters_keep_the_tokens_of_the_reference(seed: int) -> None:
     op = op_of("filter_logits")
     native, reference = (op.call(op.implementation(name), case) for name in ("native", "reference"))
     assert torch.equal(native.nan_to_num(7.0), reference.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(("distance", "top_p"), [(9.0, 0.3), (14.0, 0.99), (16.0, 0.995), (18.0, 0.9999), (26.0, 0.9999999)])
+def test_a_nucleus_may_end_far_below_the_likeliest_token(distance: float, top_p: float) -> None:
+    """One likely token and many unlikely ones that together reach the share, or do not."""
+    logits = torch.randn(1, 2, 30_001, generator=torch.Generator().manual_seed(int(distance)))
+    logits[0, 0] *= 0.1
+    logits[..., 17] = distance
+    case = {
+        "logits_BTV": logits,
+        "temperature_B": torch.tensor([1.0]),
+        "top_k_B": torch.tensor([-1]),
+        "top_p_B": torch.tensor([top_p]),
+        "min_p_B": torch.tensor([0.0]),
+    }
+    op = op_of("filter_logits")
+    native, reference = (op.call(op.implementation(name), case).isfinite() for name in ("native", "reference"))
+    assert torch.equal(native, reference) and native[0, 0, 17]
+    limited = {**case, "top_k_B": torch.tensor([300])}
+    assert op.call(op.implementation("native"), limited).isfinite().sum() <= 2 * 300
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_whole_vocabularies_are_sampled_as_the_reference_samples_them(seed: int, filtered: bool) -> None:
+    """Noise is computed for few tokens only; which one wins must not depend on that."""
+    generator = torch.Generator().manual_seed(seed)
+    vocab, lanes, rows = [33, 5000, 40_003][seed % 3], 3, 3
+    logits = torch.randn(lanes, rows, vocab, generator=generator) * [0.1, 1.0, 5.0, 30.0][seed % 4]
+    logits = logits.round(decimals=1) if seed % 2 else logits
+    logits[0, 0, ::2], logits[2, 2] = -torch.inf, torch.nan
+    filters = (torch.tensor([-1, 40, 3]), torch.tensor([0.9, 1.0, 0.95]), torch.tensor([0.0, 0.0, 0.1])) if filtered else (None,) * 3
+    position_BT = torch.randint(0, 5000, (lanes, rows), generator=generator)
+    op = op_of("sample_tokens")
+    for temperature in (0.3, 1.0, 7.0, 1e-30):
+        seed_B = torch.randint(-(2**62), 2**62, (lanes,), generator=generator)
+        case = (logits, torch.full((lanes,), temperature), seed_B, position_BT, *filters, False)
+        native, reference = (op.implementation(name)(*case) for name in ("native", "reference"))
+        assert all(torch.equal(a, b) for a, b in zip(native, reference, strict=True))
+
+
+@pytest.mark.parametrize("alternatives", [0, 3])
+def test_log_probabilities_are_noted_as_the_reference_notes_them(alternatives: int) -> None:
+    """A part of a wider ring, the second time around; entries that belong to others keep their values."""
+    generator = torch.Generator().manual_seed(0)
+    lanes, nodes, vocab = 2, 5, 1001
+    logits_BNV = torch.randn(lanes, nodes, vocab, generator=generator) * 4
+    logits_BNV[0, 1, ::3] = -torch.inf
+    path_BA = torch.tensor([[0, 1, 4], [0, 3, 0]])
+    sample_BN = torch.randint(0, vocab, (lanes, nodes), generator=generator)
+    sample_BN[1, 3] = -1
+    cycle_1 = torch.tensor([6])
+    wide = (torch.full((4, 3, 4), 7.0), torch.full((4, 3, 4, 5), 7.0), torch.full((4, 3, 4, 5), 7))
+    rings = [LogprobRing(*(x.clone()[:, :lanes] for x in wide)) for _ in range(2)]
+    kernels = select_kernels("compiled", "auto", "cpu")
+    kernels.note_logprobs(logits_BNV, path_BA, sample_BN, cycle_1, rings[0], alternatives)
+    KernelSet.note_logprobs(kernels, logits_BNV, path_BA, sample_BN, cycle_1, rings[1], alternatives)
+    for found, expected in zip(*rings, strict=True):
+        assert torch.equal(found, expected)
+    assert (rings[0].ring_top_token_ZBAO[..., alternatives:] == 7).all() and (rings[0].ring_logprob_ZBA[[0, 1, 3]] == 7).all()
+    log_softmax = logits_BNV[0, 4].log_softmax(-1)
+    assert rings[0].ring_logprob_ZBA[2, 0, 2] == pytest.approx(float(log_softmax[sample_BN[0, 4]]), abs=1e-5)
+    assert rings[0].ring_top_token_ZBAO[2, 0, 2, :alternatives].tolist() == log_softmax.topk(alternatives).indices.tolist()

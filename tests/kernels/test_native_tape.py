@@ -185,3 +185,7 @@ def test_rows_between_passes_are_those_of_torch() -> None:
     assert torch.equal(KERNELS.carry(*arguments), KernelSet.carry(KERNELS, *arguments))
     lanes = torch.tensor([1, 0]), torch.tensor([40, 2**40]), torch.tensor([[0, 1, 1], [0, 3, 2]])
     assert torch.equal(KERNELS.sampled_positions(*lanes), KernelSet.sampled_positions(KERNELS, *lanes))
+    for slot in (draw(3), torch.tensor([5, -1, 2**40]), torch.arange(6, dtype=torch.int32).view(3, 2)):
+        assert torch.equal(KERNELS.take_rows(slot, lanes[0]), slot[lanes[0]])
+    tree = torch.tensor([[3, 4, 5]]), torch.tensor([[[1, 0], [3, 0], [5, 0]]])
+    assert KERNELS.node_paths(*tree).tolist() == KernelSet.node_paths(KERNELS, *tree).tolist() == [[[-1, -1, -1], [-1, 4, -1], [-1, -1, 5]]]

@@ -84,7 +84,7 @@ def test_implementation_equals_reference(op: KernelOp, name: str, seed: int) -> 
         for f, r, o in zip(found, reference, oracle, strict=True):
             assert f.dtype == r.dtype and f.shape == r.shape
             if exact or f.dtype == torch.bool:
-                assert torch.equal(f, r)
+                torch.testing.assert_close(f, r, rtol=0, atol=0, equal_nan=True)
             else:
                 assert_float_law(f, r, o, dtype=torch.float32, partly=True)
 
@@ -99,7 +99,7 @@ def test_reference_compiles_whole_and_agrees(op: KernelOp) -> None:
     for i, (found, expected) in enumerate(zip(outputs(op, compiled, case), outputs(op, op.reference, case), strict=True)):
         # Index results are exact even of float ops: they decide tokens.
         if op.exact or not expected.is_floating_point():
-            assert torch.equal(found, expected)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
         elif oracle is not None:
             assert_float_law(found, expected, oracle[i], dtype=torch.float32, partly=True)
         else:

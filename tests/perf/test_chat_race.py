@@ -43,7 +43,8 @@ class Handler(BaseHTTPRequestHandler):
         if asked["prompt"] == [0]:
             return self.send_error(500, "out of slots")
         number = lambda name: int(options[options.index(name) + 1])
-        self.answer({{"tokens": [number("-t"), number("-c") // number("-np"), *asked["prompt"]][: asked["n_predict"]]}})
+        tokens = [number("-t"), number("-c") // number("-np"), *asked["prompt"]][: asked["n_predict"]]
+        self.answer({{"tokens": tokens, "timings": {{"predicted_ms": 250.0}}}})
 
     def log_message(self, *_):
         pass
@@ -63,6 +64,7 @@ def program(tmp_path):
 def test_the_server_is_asked_with_token_ids_and_ends_with_its_side(program, tmp_path):
     server = LlamaServer(program, tmp_path / "model.gguf", Mode("plain"), 3, 64, rows=2)
     assert server.version == "b1-test" and server.answer([[5, 6, 7], [8]], 4) == [[3, 64, 5, 6], [3, 64, 8]]
+    assert server.decoding() == 0.25
     with pytest.raises(PeerError, match=r"it doesn't answer: .*out of slots"):
         server.answer([[5], [0]], 4)
     server.close()
@@ -188,6 +190,13 @@ def test_sides_are_compared_with_plain_decoding_in_the_same_arithmetic(monkeypat
     assert [side.equal for side in sides] == [[True] * 4, [True] * 4, [False, True] * 2, [True] * 4, [True] * 4]
 
 
+@pytest.mark.parametrize("option", ["--every", "--batch", "--rounds", "--max-tokens", "--context"])
+def test_counts_below_one_are_refused_by_name(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        chat_race.main([option, "0"])
+    assert f"{option}: expected at least 1, found 0" in capsys.readouterr().err
+
+
 def test_batches_have_prompts_of_one_group_and_one_size() -> None:
     prompts = [("chat", [1]), ("code", [2]), ("chat", [3]), ("code", [4]), ("chat", [5])]
     assert chat_race.batches(prompts, 1) == [(group, [prompt]) for group, prompt in prompts]
@@ -202,6 +211,8 @@ def test_a_side_that_cannot_answer_is_missing_with_its_reason() -> None:
 
     able, missing = chat_race.warm_up([chat_race.Side("a", lambda rows: rows), chat_race.Side("b", broken)], [[1]])
     assert [side.name for side in able] == ["a"] and missing == {"b": "it ended"}
+    able, missing = chat_race.warm_up(able, [[1]], decoding=True)
+    assert not able and missing == {"a": "it doesn't tell when its first token came"}
 
 
 def test_padded_rows_have_one_length() -> None:
@@ -209,7 +220,7 @@ def test_padded_rows_have_one_length() -> None:
 
 
 def test_prompts_that_are_only_read_are_counted_by_their_tokens(tmp_path, capsys):
-    assert chat_race.long_prompts([[1, 2], [3]], 5) == [("prompts", [1, 2, 3, 1, 2]), ("prompts", [3, 1, 2, 3, 1])]
+    assert chat_race.long_prompts([[1, 2], [3]], 5, "prompts") == [("prompts", [1, 2, 3, 1, 2]), ("prompts", [3, 1, 2, 3, 1])]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"kind": "code", "prompt": f"def {name}("}) + "\n" for name in "ab"))
     words = ["--model", "demo", "--no-hf", "--rounds", "1", "--prompt-tokens", "40", "--raw", "--context", "64", "--out", str(tmp_path)]
@@ -218,6 +229,24 @@ def test_prompts_that_are_only_read_are_counted_by_their_tokens(tmp_path, capsys
     [file] = tmp_path.glob("*-chat-race.jsonl")
     [plain] = [record for record in map(json.loads, file.read_text().splitlines()) if "tokens_per_second" in record]
     assert set(plain["tokens_per_second"]) == {"prompts"} and plain["tokens_per_second"]["prompts"] > 40, "tokens of the prompt"
+
+
+def test_decoding_after_a_long_prompt_is_timed_without_it(program, tmp_path, capsys) -> None:
+    side = chat_race.Side("plain", lambda rows: [[1, 2, 3]], decoding=lambda: 0.5)
+    chat_race.measure([side], [(chat_race.AFTER, [[4] * 100])], 2)
+    assert side.rates(chat_race.AFTER) == [4.0, 4.0]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"kind": "code", "prompt": "def a("}) + "\n")
+    words = ["--model", "demo", "--no-hf", "--rounds", "1", "--prompt-tokens", "40", "--decoding", "--raw", "--context", "128"]
+    assert chat_race.main([*words, "--max-tokens", "60", "--prompts", str(prompts), "--out", str(tmp_path)]) == 0
+    [file] = tmp_path.glob("*-chat-race.jsonl")
+    [plain] = [record for record in map(json.loads, file.read_text().splitlines()) if "tokens_per_second" in record]
+    assert plain["side"] == "graphspec, plain" and plain["tokens_per_second"][chat_race.AFTER] > 0
+    capsys.readouterr()
+    for wrong in (["--decoding"], ["--decoding", "--prompt-tokens", "9", "--batch", "2"]):
+        with pytest.raises(SystemExit):
+            chat_race.main(wrong)
+        assert "--decoding: expected --prompt-tokens, --batch 1 and --max-tokens of at least 2" in capsys.readouterr().err
 
 
 def test_engines_take_part_with_the_tokens_of_plain_decoding(tmp_path, capsys):

@@ -14,7 +14,7 @@ from ...kernels.groups import Limits, Nodes, Run
 from ...plan.buffers import Views
 from ...shapes import WORD_BITS
 from .bans import node_contexts
-from .sampling import RESIDUAL_STREAM, LogitShaper, Scores, coins, cycle_positions, node_paths, probabilities, sample_tokens, trusted
+from .sampling import RESIDUAL_STREAM, LogitShaper, Scores, coins, cycle_positions, probabilities, sample_tokens, trusted
 from .stage import Build, Stage
 
 NODES = ("node_token_BN", "node_parent_BN", "node_depth_BN", "node_ancestors_BNX")
@@ -251,7 +251,7 @@ class Accept(Stage):
         self.reads = tuple(dict.fromkeys((*base, *self.shaper.reads, *self.rule.reads)))
 
     def forward(self, v: Views) -> None:
-        path_BNN = node_paths(v.node_token_BN, v.node_ancestors_BNX) if self.sampling.penalties else None
+        path_BNN = self.kernels.node_paths(v.node_token_BN, v.node_ancestors_BNX) if self.sampling.penalties else None
         # The position of what is sampled matters to bans alone.
         position_BN = self.rule.positions(v) if self.sampling.bias else None
         before_BNt = node_contexts(v) if self.sampling.bad_words else None

@@ -8,22 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...kernels.sampling.penalise import columns
 from ...plan.buffers import Views
-from ...shapes import MASK_BITS, WORD_BITS
 from .stage import Stage
 
 WORDS = ("recent_token_RBt", "bad_word_RBwBt")
-
-
-def columns(token: Tensor, vocab_size: int) -> Tensor:
-    """Where to scatter tokens of a vocabulary: negative ids go to an extra last column."""
-    return torch.where(token < 0, vocab_size, token)
-
-
-def allowed_tokens(word: Tensor, vocab_size: int) -> Tensor:
-    """Tokens whose bit is set, bool ``[..., V]``: of what a request allows, in int64 words, or of what a grammar leaves, in int32 words."""
-    bits, token_V = WORD_BITS if word.dtype == torch.int64 else MASK_BITS, torch.arange(vocab_size, device=word.device)
-    return ((word[..., token_V // bits] >> (token_V % bits).to(word.dtype)) & 1).bool()
 
 
 def ends_of_words(word_BwBt: Tensor, before_BTt: Tensor, vocab_size: int) -> Tensor:

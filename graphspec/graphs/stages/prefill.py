@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from ...config.catalog import load_object
+from ...kernels.groups import LogprobRing
 from ...kernels.host_step import BoundCall
 from ...models.attention import ChunkAttention
 from ...models.recurrence import RecurrentStates, RunRecurrence
 from ...plan.buffers import Status, Views, own_draft_pools, pool_names
 from .bans import note_tokens
 from .counts import count_tokens
-from .logprobs import PROMPT_RING, ring_buffers, write_logprobs, write_prompt_logprobs
+from .logprobs import PROMPT_RING, ring_buffers, write_prompt_logprobs
 from .mailbox import MailLayout
 from .sampling import LogitShaper, Scores, sample_tokens
 from .stage import Build, DraftModel, Stage, TargetModel
@@ -94,7 +95,9 @@ class Prefill(Stage):
         )  # fmt: skip
         hidden_BCH, taps_BCF = self.target(token_BC, attention)
         if self.sampling.prompt_logprobs:
-            write_prompt_logprobs(v, self.target, self.scores, v.cycle_1 % self.plan.ring_depth, hidden_BCH, token_BC, length_B)
+            write_prompt_logprobs(
+                self.kernels, v, self.target, self.scores, v.cycle_1 % self.plan.ring_depth, hidden_BCH, token_BC, length_B
+            )
         if self.draft is not None:
             chunk = ChunkRows(row_B, token_BC, valid_BC, slot_BC, rope_length_BC, table_BP, parts.start_B, length_B, parts.shared_B)
             self.draft(v, chunk, self.feature(hidden_BCH, taps_BCF))
@@ -160,7 +163,9 @@ class FirstToken(Stage):
         token_BA = torch.where(emitted_B[:, None] > 0, root_BAc[:, : self.plan.accept_width], -1)
         v.ring_ZBJ.index_copy_(0, slot_1, torch.cat([emitted_B[:, None], outcome_B[:, None], token_BA], 1)[None])
         if self.sampling.logprobs >= 0:
-            write_logprobs(v, slot_1, logits_B1V, root_B[:, None], self.sampling.logprobs)
+            root_B1 = root_B[:, None]
+            ring, first_B1 = v.take(LogprobRing), torch.zeros_like(root_B1)
+            self.kernels.note_logprobs(logits_B1V, first_B1, root_B1, v.cycle_1, ring, self.sampling.logprobs)
         if self.sampling.penalties:
             count_tokens(v, row_B, root_B, done_B)
         if self.sampling.bad_words:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...kernels.groups import Penalties
 from ...kernels.registry import KernelSet
 from ...kernels.sampling.noise import BELOW_ONE, counter_hash
+from ...kernels.sampling.penalise import columns
 from ...kernels.tree.shard_topk import merge_shards, pack_shard
 from ...models.vocabulary import VocabParallelLinear, sharded_head
 from ...plan.acceptance import AcceptPlan
 from ...plan.buffers import Views
-from ...shapes import WORD_BITS, SamplingClass
-from .bans import WORDS, allowed_tokens, columns, ends_of_words
+from ...shapes import SamplingClass
+from .bans import WORDS, ends_of_words
 from .stage import Build, DraftModel, TargetModel
 
 # The first 64 fractional bits of the square roots of 2, 3 and 5, as signed words.
@@ -47,7 +49,7 @@ def sample_tokens(
     Returns:
         int64 ``[B, T]``; bool ``[B, T]``.
     """
-    strict, row_B = not sampling.bans, v.lane_row_B
+    strict = not sampling.bans
     temperature_B, seed_B = (v.lane_temperature_B, v.lane_seed_B) if sampling.noise else (None, None)
     position_BT = position_BT if sampling.noise else None
     if seed_B is not None and stream:
@@ -57,7 +59,7 @@ def sample_tokens(
         return token_BT1[..., 0], sound_BT
     if not (sampling.noise and truncate and sampling.truncate):
         return kernels.sample_tokens(logits_BTV, temperature_B, seed_B, position_BT, None, None, None, strict)
-    top_k_B, top_p_B, min_p_B = v.top_k_R[row_B], v.top_p_R[row_B], v.min_p_R[row_B]
+    top_k_B, top_p_B, min_p_B = (kernels.take_rows(x_R, v.lane_row_B) for x_R in (v.top_k_R, v.top_p_R, v.min_p_R))
     return kernels.sample_tokens(logits_BTV, temperature_B, seed_B, position_BT, top_k_B, top_p_B, min_p_B, strict)
 
 
@@ -90,14 +92,6 @@ def probabilities(logits_BTV: Tensor, temperature_B: Tensor) -> Tensor:
     """``softmax(logits / T)``; rows at ``T == 0`` as if it were 1. No quotient overflows: the largest logit is subtracted first."""
     temperature_B11 = torch.where(temperature_B > 0, temperature_B, 1.0)[:, None, None]
     return torch.softmax((logits_BTV - logits_BTV.amax(-1, keepdim=True)) / temperature_B11, -1)
-
-
-def node_paths(token_BN: Tensor, ancestors_BNX: Tensor) -> Tensor:
-    """Tokens on the way to every node, itself included and the root not: int64 ``[B, N, N]``, -1 where a node is not on the way."""
-    node_N = torch.arange(token_BN.shape[1], device=token_BN.device)
-    word_BNN = ancestors_BNX[..., node_N // WORD_BITS]
-    on_way_BNN = ((word_BNN >> (node_N % WORD_BITS)) & 1).bool() & (node_N > 0)
-    return torch.where(on_way_BNN, token_BN[:, None], -1)
 
 
 class LogitShaper:
@@ -153,67 +147,39 @@ class LogitShaper:
         """
         row_B = v.lane_row_B
         if self.sampling.penalties:
-            logits_BTV = self._penalise(v, row_B, logits_BTV, path_BTs, target_token_Vd)
+            path_BTs = None if path_BTs is None or path_BTs.shape[-1] == 0 else path_BTs
+            logits_BTV = self.kernels.penalise(logits_BTV, row_B, v.take(Penalties), path_BTs, target_token_Vd)
         if self.sampling.bans:
-            logits_BTV = self._ban(v, row_B, logits_BTV, position_BT, target_token_Vd, before_BTt)
+            allowed_RU = v.allowed_RU if self.sampling.allowed else None
+            mask_BTVw = v.token_mask_BNVw[:, : logits_BTV.shape[1]] if self.masked else None
+            logits_BTV = self.kernels.mask_tokens(logits_BTV, row_B, allowed_RU, mask_BTVw, target_token_Vd)
+        if self.sampling.bias:
+            logits_BTV = self._bias(v, row_B, logits_BTV, position_BT, target_token_Vd)
+        if self.sampling.bad_words and before_BTt is not None:
+            ended_BTV = ends_of_words(v.bad_word_RBwBt[row_B], before_BTt, self.vocab_size)
+            logits_BTV = torch.where(ended_BTV & logits_BTV.isfinite(), -torch.inf, logits_BTV)
         return logits_BTV
 
     def truncate(self, v: Views, logits_BTV: Tensor) -> Tensor:
         """Shaped logits with -inf for the tokens that top-k, top-p and min-p leave out, where the class filters at all."""
         if not self.sampling.truncate:
             return logits_BTV
-        row_B = v.lane_row_B
-        temperature_B, top_k_B = v.lane_temperature_B, v.top_k_R[row_B]
-        return self.kernels.filter_logits(logits_BTV, temperature_B, top_k_B, v.top_p_R[row_B], v.min_p_R[row_B])
+        top_k_B, top_p_B, min_p_B = (self.kernels.take_rows(x_R, v.lane_row_B) for x_R in (v.top_k_R, v.top_p_R, v.min_p_R))
+        return self.kernels.filter_logits(logits_BTV, v.lane_temperature_B, top_k_B, top_p_B, min_p_B)
 
-    def _penalise(self, v: Views, row_B: Tensor, logits_BTV: Tensor, path_BTs: Tensor | None, target_token_Vd: Tensor | None) -> Tensor:
-        count_BTV, seen_BTV = v.output_count_RV[row_B][:, None], (v.prompt_seen_RV[row_B] != 0)[:, None]
-        if path_BTs is not None and path_BTs.shape[-1]:
-            drafted_BTV = torch.zeros(*path_BTs.shape[:2], self.vocab_size + 1, dtype=torch.int32, device=row_B.device)
-            column_BTs = columns(path_BTs, self.vocab_size)
-            drafted_BTV = drafted_BTV.scatter_add(-1, column_BTs, torch.ones_like(column_BTs, dtype=torch.int32))
-            count_BTV = count_BTV + drafted_BTV[..., : self.vocab_size]
-        if target_token_Vd is not None:
-            count_BTV, seen_BTV = count_BTV[..., target_token_Vd], seen_BTV[..., target_token_Vd]
-        put_out_BTV = count_BTV > 0
-        factor_B11 = v.repetition_R[row_B][:, None, None]
-        repeated_BTV = torch.where(logits_BTV > 0, logits_BTV / factor_B11, logits_BTV * factor_B11)
-        logits_BTV = torch.where(seen_BTV | put_out_BTV, repeated_BTV, logits_BTV)
-        logits_BTV = logits_BTV - v.frequency_R[row_B][:, None, None] * count_BTV.to(logits_BTV.dtype)
-        return logits_BTV - v.presence_R[row_B][:, None, None] * put_out_BTV.to(logits_BTV.dtype)
-
-    def _ban(
-        self,
-        v: Views,
-        row_B: Tensor,
-        logits_BTV: Tensor,
-        position_BT: Tensor | None,
-        target_token_Vd: Tensor | None,
-        before_BTt: Tensor | None,
-    ) -> Tensor:
+    def _bias(self, v: Views, row_B: Tensor, logits_BTV: Tensor, position_BT: Tensor | None, target_token_Vd: Tensor | None) -> Tensor:
+        """Add the biases, and ban stop ids before the minimum length."""
         kept = slice(self.vocab_size) if target_token_Vd is None else target_token_Vd
-        known_BTV = logits_BTV.isfinite()
-        biased_BTV = torch.where(logits_BTV == -torch.inf, torch.nan, logits_BTV)
-        bans: list[Tensor] = []
-        if self.sampling.bias:
-            shape = (row_B.shape[0], self.vocab_size + 1)
-            # Ids of a row are distinct; the unused ones share the column that is cut off.
-            added_BV = torch.zeros(shape, device=row_B.device)
-            added_BV = added_BV.scatter(1, columns(v.bias_id_RI[row_B], self.vocab_size), v.bias_value_RI[row_B])
-            biased_BTV = biased_BTV + added_BV[:, None, kept]
-            assert position_BT is not None, "bans of stop ids end at a position"
-            stops_BV = torch.zeros(shape, dtype=torch.bool, device=row_B.device)
-            stops_BV = stops_BV.scatter(1, columns(v.stop_id_RE[row_B], self.vocab_size), True)
-            bans.append((position_BT < v.stop_from_R[row_B][:, None])[..., None] & stops_BV[:, None, kept])
-        if self.sampling.allowed:
-            bans.append(~allowed_tokens(v.allowed_RU[row_B], self.vocab_size)[:, None, kept])
-        if self.sampling.bad_words and before_BTt is not None:
-            bans.append(ends_of_words(v.bad_word_RBwBt[row_B], before_BTt, self.vocab_size))
-        if self.masked:
-            bans.append(~allowed_tokens(v.token_mask_BNVw[:, : logits_BTV.shape[1]], self.vocab_size))
-        for banned_BTV in bans:
-            biased_BTV = torch.where(banned_BTV & known_BTV, -torch.inf, biased_BTV)
-        return biased_BTV
+        shape = (row_B.shape[0], self.vocab_size + 1)
+        # Ids of a row are distinct; the unused ones share the column that is cut off.
+        added_BV = torch.zeros(shape, device=row_B.device)
+        added_BV = added_BV.scatter(1, columns(v.bias_id_RI[row_B], self.vocab_size), v.bias_value_RI[row_B])
+        logits_BTV = logits_BTV + added_BV[:, None, kept]
+        assert position_BT is not None, "bans of stop ids end at a position"
+        stops_BV = torch.zeros(shape, dtype=torch.bool, device=row_B.device)
+        stops_BV = stops_BV.scatter(1, columns(v.stop_id_RE[row_B], self.vocab_size), True)
+        early_BTV = (position_BT < v.stop_from_R[row_B][:, None])[..., None] & stops_BV[:, None, kept]
+        return torch.where(early_BTV & logits_BTV.isfinite(), -torch.inf, logits_BTV)
 
 
 class DraftSampler:

@@ -12,7 +12,6 @@ SOURCES = (
     "attention.cpp",
     "cycle.cpp",
     "experts.cpp",
-    "filter.cpp",
     "linear.cpp",
     "ngram.cpp",
     "paired.cpp",
@@ -21,6 +20,7 @@ SOURCES = (
     "rounded.cpp",
     "rows.cpp",
     "sampling.cpp",
+    "shaping.cpp",
     "stack.cpp",
     "state.cpp",
     "tape.cpp",
@@ -40,6 +40,7 @@ HEADERS = (
     "ssm.h",
     "states.h",
     "team.h",
+    "thresholds.h",
 )
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-pthread", "-shared", "-fPIC")
 KEY = "kernels.attention=native"

@@ -54,6 +54,39 @@ inline f8 finite8(f8 x) {
 }
 inline float finite1(float x) { return std::isfinite(x) ? x : NEVER; }
 
+struct Sum {
+  float peak, log_total;  // the best key, and the logarithm of the sum of exp(key - peak)
+};
+
+// The best keys of a row, and what makes log-probabilities of them.
+Sum rank(const float* key, int64_t vocab, int64_t topk, Best& best) {
+  best.begin(topk);
+  int64_t i = 0;
+  for (; i < std::min(topk, vocab); ++i) best.offer(finite1(key[i]), i);
+  for (; i + STRIDE <= vocab; i += STRIDE) {
+    f8 most = splat(NEVER);
+    for (int64_t j = i; j < i + STRIDE; j += 8) {
+      const f8 x = finite8(load8(key + j));
+      most = x > most ? x : most;
+    }
+    float peak = most[0];
+    for (int j = 1; j < 8; ++j) peak = most[j] > peak ? most[j] : peak;
+    if (peak > best.bar())
+      for (int64_t j = i; j < i + STRIDE; ++j) best.offer(finite1(key[j]), j);
+  }
+  for (; i < vocab; ++i) best.offer(finite1(key[i]), i);
+
+  const float peak = best.value(0) == NEVER ? 0.0f : best.value(0);
+  f8 sums = splat(0.0f);
+  for (i = 0; i + 8 <= vocab; i += 8) sums = sums + exp8(finite8(load8(key + i)) - splat(peak));
+  alignas(32) float rest[8];
+  for (int j = 0; j < 8; ++j) rest[j] = i + j < vocab ? finite1(key[i + j]) - peak : NEVER;
+  sums = sums + exp8(load8(rest));
+  float total = 0.0f;
+  for (int j = 0; j < 8; ++j) total += sums[j];
+  return {peak, std::log(total)};
+}
+
 struct TopK {
   float* logprob;
   int64_t* token;
@@ -73,34 +106,10 @@ class TopRows final : public graphspec::Program {
   void work(int, int row) override {
     static thread_local Best best;
     const float* key = keys(row);
-    best.begin(c_.topk);
-    int64_t i = 0;
-    for (; i < std::min(c_.topk, c_.vocab); ++i) best.offer(finite1(key[i]), i);
-    for (; i + STRIDE <= c_.vocab; i += STRIDE) {
-      f8 most = splat(NEVER);
-      for (int64_t j = i; j < i + STRIDE; j += 8) {
-        const f8 x = finite8(load8(key + j));
-        most = x > most ? x : most;
-      }
-      float peak = most[0];
-      for (int j = 1; j < 8; ++j) peak = most[j] > peak ? most[j] : peak;
-      if (peak > best.bar())
-        for (int64_t j = i; j < i + STRIDE; ++j) best.offer(finite1(key[j]), j);
-    }
-    for (; i < c_.vocab; ++i) best.offer(finite1(key[i]), i);
-
-    const float peak = best.value(0) == NEVER ? 0.0f : best.value(0);
-    f8 sums = splat(0.0f);
-    for (i = 0; i + 8 <= c_.vocab; i += 8) sums = sums + exp8(finite8(load8(key + i)) - splat(peak));
-    alignas(32) float rest[8];
-    for (int j = 0; j < 8; ++j) rest[j] = i + j < c_.vocab ? finite1(key[i + j]) - peak : NEVER;
-    sums = sums + exp8(load8(rest));
-    float total = 0.0f;
-    for (int j = 0; j < 8; ++j) total += sums[j];
+    const auto [peak, log_total] = rank(key, c_.vocab, c_.topk, best);
     for (int64_t k = 0; k < c_.topk; ++k) {
-      const float value = best.value(k);
       const int64_t index = best.index(k), to = row * c_.topk + k;
-      c_.logprob[to] = value == NEVER ? NEVER : value - peak - std::log(total);
+      c_.logprob[to] = best.value(k) == NEVER ? NEVER : best.value(k) - peak - log_total;
       c_.token[to] = c_.target == nullptr ? index : c_.target[index];
     }
   }
@@ -124,6 +133,37 @@ class TopRows final : public graphspec::Program {
   }
 
   const TopK& c_;
+};
+
+struct NoteLogprobs {
+  const float* logits;
+  const int64_t *path, *sample, *cycle;
+  float *chosen, *top;
+  int64_t* top_token;
+  int64_t lanes, nodes, vocab, width, alternatives, slots, chosen_slot, chosen_lane, top_slot, top_lane, top_entry;
+};
+
+class NotedRows final : public graphspec::Program {
+ public:
+  explicit NotedRows(const NoteLogprobs& call) : c_(call) {}
+  int phases() const override { return 1; }
+  int chunks(int) const override { return static_cast<int>(c_.lanes * c_.width); }
+  int64_t size() const override { return c_.lanes * c_.width * c_.vocab; }
+  void work(int, int entry) override {
+    static thread_local Best best;
+    const int64_t lane = entry / c_.width, at = entry % c_.width, node = lane * c_.nodes + c_.path[entry], slot = *c_.cycle % c_.slots;
+    const float* logits = c_.logits + node * c_.vocab;
+    const Sum sum = rank(logits, c_.vocab, std::max<int64_t>(c_.alternatives, 1), best);
+    c_.chosen[slot * c_.chosen_slot + lane * c_.chosen_lane + at] = logits[std::max<int64_t>(c_.sample[node], 0)] - sum.peak - sum.log_total;
+    const int64_t to = slot * c_.top_slot + lane * c_.top_lane + at * c_.top_entry;
+    for (int64_t k = 0; k < c_.alternatives; ++k) {
+      c_.top[to + k] = best.value(k) == NEVER ? NEVER : best.value(k) - sum.peak - sum.log_total;
+      c_.top_token[to + k] = best.index(k);
+    }
+  }
+
+ private:
+  const NoteLogprobs& c_;
 };
 
 struct Level {
@@ -280,6 +320,12 @@ void graphspec_draft_topk(const char* fields, int threads) {
   // At small vocabularies a row takes a few microseconds, less than starting a second thread.
   const int64_t cost = call.seed == nullptr ? 1 : 8;
   graphspec::run(program, call.rows * call.vocab * cost >= 1 << 16 ? threads : 1);
+}
+
+void graphspec_note_logprobs(const char* fields, int threads) {
+  const NoteLogprobs call = graphspec::call_of<NoteLogprobs>(fields);
+  NotedRows program(call);
+  graphspec::run(program, program.size() >= 1 << 16 ? threads : 1);
 }
 
 void graphspec_draft_level(const char* fields, int) { draft_level(graphspec::call_of<Level>(fields)); }

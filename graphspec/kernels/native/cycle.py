@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
-from ..groups import Beams, Candidates, Lanes, Limits, Nodes, Penalties, Progress, RowRequest, Run, Truncation, Window
+from ..groups import Beams, Candidates, Lanes, Limits, LogprobRing, Nodes, Penalties, Progress, RowRequest, Run, Truncation, Window
 from ..op import Written
 from ..registry import KernelSet
 from . import CODE, channels_of, code_of, define_op, implement, outputs_of
 from .call import bits, call, dense, require, require_slots
+from .shaping import node_paths, take_rows
 
 
 def _top_rows(
@@ -36,6 +37,18 @@ def _top_rows(
 def _top_shape(logits: Tensor, topk: int, *_: object) -> tuple[Tensor, Tensor]:
     shape = (*logits.shape[:-1], topk)
     return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
+
+
+def _note_logprobs(
+    logits_BNV: Tensor, path_BA: Tensor, sample_BN: Tensor, cycle_1: Tensor, ring: Written[LogprobRing], alternatives: int
+) -> None:
+    require("logits", logits_BNV, torch.float32)
+    # A ring may be a slice of one with more lanes; entries of a lane are next to each other.
+    require_slots(*(x[0, :1] for x in ring))
+    chosen, top, _ = ring
+    strides = (*chosen.stride()[:2], *top.stride()[:3])
+    read = map(dense, (logits_BNV, path_BA, sample_BN, cycle_1))
+    call("note_logprobs", (*read, *ring), *logits_BNV.shape, path_BA.shape[1], alternatives, chosen.shape[0], *strides)
 
 
 def _draft_level(
@@ -78,11 +91,20 @@ def _ngram_match(
     call("ngram_match", (*read, *candidates), lane_row_B.shape[0], history_RL.shape[1], num_paths, depth, min_match, max_match)
 
 
+def _forced_run(forced_BS: Tensor, candidates: Written[Candidates]) -> None:
+    require_slots(*candidates)
+    require("score", candidates[0], torch.float32)
+    lanes, depth = forced_BS.shape
+    call("forced_run", (dense(forced_BS), *candidates), lanes, depth, candidates[0].shape[1] // depth)
+
+
 draft_topk = implement("draft_topk", _top_rows, _top_shape)
 """The op of this name in C++, as below."""
+note_logprobs = define_op("note_logprobs", _note_logprobs)
 draft_level = define_op("draft_level", _draft_level)
 marginal_pool = define_op("marginal_pool", _marginal_pool)
 ngram_match = define_op("ngram_match", _ngram_match)
+forced_run = implement("forced_run", _forced_run)
 tree_build = define_op("tree_build", _tree_build)
 """:func:`graphspec.kernels.tree.tree_build.tree_build_into` in C++."""
 
@@ -348,6 +370,19 @@ class NativeKernels(KernelSet):
         positions: Tensor = _sampled(lane_row_B, seq_len_R, depth_BN)
         return positions
 
+    def take_rows(self, x_R: Tensor, row_B: Tensor) -> Tensor:
+        found: Tensor = take_rows(x_R, row_B)
+        return found
+
+    def note_logprobs(
+        self, logits_BNV: Tensor, path_BA: Tensor, sample_BN: Tensor, cycle_1: Tensor, ring: LogprobRing, alternatives: int
+    ) -> None:
+        note_logprobs(logits_BNV, path_BA, sample_BN, cycle_1, ring, alternatives)
+
+    def node_paths(self, token_BN: Tensor, ancestors_BNX: Tensor) -> Tensor:
+        paths: Tensor = node_paths(token_BN, ancestors_BNX)
+        return paths
+
 
 def _gumbel_noise(seed_B: Tensor, position_BT: Tensor, token_V: Tensor) -> Tensor:
     out = _noise_shape(seed_B, position_BT, token_V)
@@ -374,13 +409,14 @@ filter_logits = implement("filter_logits", _filter_logits, lambda logits, *_: lo
 """The op of this name in C++."""
 
 
-def _sample(
-    logits: Tensor, temperature: Tensor | None, seed: Tensor | None, position: Tensor | None, strict: bool
-) -> tuple[Tensor, Tensor]:
-    require("logits", logits, torch.float32)
-    token, sound = _sample_shape(logits)
-    read = (None if x is None else dense(x) for x in (logits, temperature, seed, position))
-    call("sample_tokens", (token, sound, *read), *logits.shape, strict)
+def _sample_tokens(
+    logits_BTV: Tensor, temperature_B: Tensor | None, seed_B: Tensor | None, position_BT: Tensor | None, top_k_B: Tensor | None,
+    top_p_B: Tensor | None, min_p_B: Tensor | None, strict: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    require("logits", logits_BTV, torch.float32)
+    token, sound = _sample_shape(logits_BTV)
+    read = (logits_BTV, temperature_B, seed_B, position_BT, top_k_B, top_p_B, min_p_B)
+    call("sample_tokens", (token, sound, *(None if x is None else dense(x) for x in read)), *logits_BTV.shape, strict)
     return token, sound
 
 
@@ -388,20 +424,5 @@ def _sample_shape(logits: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return logits.new_empty(logits.shape[:2], dtype=torch.int64), logits.new_empty(logits.shape[:2], dtype=torch.bool)
 
 
-_sample_rows = define_op("sample_tokens", _sample, _sample_shape)
-
-
-def sample_tokens(
-    logits_BTV: Tensor, temperature_B: Tensor | None, seed_B: Tensor | None, position_BT: Tensor | None, top_k_B: Tensor | None,
-    top_p_B: Tensor | None, min_p_B: Tensor | None, strict: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """:func:`graphspec.kernels.sampling.sample_tokens.sample_tokens` in C++."""
-    drawn: tuple[Tensor, Tensor]
-    if top_k_B is None:
-        drawn = _sample_rows(logits_BTV, temperature_B, seed_B, position_BT, strict)
-        return drawn
-    assert temperature_B is not None and top_p_B is not None and min_p_B is not None
-    kept_BTV = filter_logits(logits_BTV, temperature_B, top_k_B, top_p_B, min_p_B)
-    drawn = _sample_rows(kept_BTV, temperature_B, seed_B, position_BT, False)
-    # Whether a row is valid is decided on its logits before any filter.
-    return drawn[0], _sample_rows(logits_BTV, None, None, None, strict)[1]
+sample_tokens = implement("sample_tokens", _sample_tokens, _sample_shape)
+"""The op of this name in C++."""

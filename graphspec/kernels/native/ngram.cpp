@@ -92,6 +92,50 @@ void match(const NgramMatch& c, int64_t lane) {
   }
 }
 
+struct ForcedRun {
+  const int64_t* forced;
+  float* score;  // from here on [lanes, depth, paths], entry d * paths + k
+  int64_t *token, *parent;
+  int64_t lanes, depth, paths;
+};
+
+// The path that has the run's token at each depth, -1 from where the pool differs.
+void follow(const ForcedRun& c, const int64_t* forced, const int64_t* token, const int64_t* parent, std::vector<int64_t>& place) {
+  int64_t above = -1;
+  for (int64_t d = 0; d < c.depth; ++d) {
+    place[d] = -1;
+    for (int64_t i = d * c.paths; i < (d + 1) * c.paths && place[d] < 0; ++i)
+      if (forced[d] >= 0 && token[i] == forced[d] && parent[i] == above) place[d] = i - d * c.paths;
+    above = place[d] < 0 ? -2 : d * c.paths + place[d];
+  }
+}
+
+void forced_run(const ForcedRun& c) {
+  std::vector<int64_t> place(c.depth);
+  const int64_t size = c.depth * c.paths;
+  for (int64_t lane = 0; lane < c.lanes; ++lane) {
+    const int64_t* forced = c.forced + lane * c.depth;
+    float* score = c.score + lane * size;
+    int64_t *token = c.token + lane * size, *parent = c.parent + lane * size;
+    if (forced[0] < 0) continue;
+    follow(c, forced, token, parent, place);
+    bool whole = true;
+    for (int64_t d = 0; d < c.depth; ++d) whole &= (place[d] >= 0) == (forced[d] >= 0);
+    for (int64_t i = 0; i < size; ++i) score[i] -= static_cast<float>(c.depth);
+    if (!whole) {
+      for (int64_t i = c.paths - 1; i < size; i += c.paths) score[i] = -std::numeric_limits<float>::infinity(), token[i] = parent[i] = -1;
+      follow(c, forced, token, parent, place);
+    }
+    int64_t above = -1;
+    for (int64_t d = 0; d < c.depth; ++d) {
+      if (forced[d] >= 0 && place[d] < 0) place[d] = c.paths - 1;
+      const int64_t i = d * c.paths + place[d];
+      if (place[d] >= 0) score[i] = static_cast<float>(-d), token[i] = forced[d], parent[i] = above;
+      above = i;
+    }
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -100,5 +144,7 @@ void graphspec_ngram_match(const char* fields, int) {
   const NgramMatch c = graphspec::call_of<NgramMatch>(fields);
   for (int64_t lane = 0; lane < c.lanes; ++lane) match(c, lane);
 }
+
+void graphspec_forced_run(const char* fields, int) { forced_run(graphspec::call_of<ForcedRun>(fields)); }
 
 }  // extern "C"

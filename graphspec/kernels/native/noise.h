@@ -49,11 +49,11 @@ class Noise {
     b_ = mix32(mix32(mix32(at ^ 0x7f4a7c15u) ^ low) ^ high);
   }
 
+  // No noise is larger: at the least u, 2^-33, it is 33 ln 2.
+  static constexpr float MOST = 22.9f;
+
   f8 of(w8 token) const {
-    const f8 random = __builtin_convertvector(mix32(mix32(token ^ a_) + b_), f8);
-    f8 u = (random + splat(0.5f)) * splat(0x1p-32f);
-    u = u < splat(1.0f - 0x1p-24f) ? u : splat(1.0f - 0x1p-24f);
-    const d8 down = -__builtin_convertvector(u, d8), one = wide8(1.0);
+    const d8 down = -__builtin_convertvector(uniform(token), d8), one = wide8(1.0);
     const d8 exponential = __builtin_convertvector(__builtin_convertvector(-log8(one + down, down), f8), d8);
     return __builtin_convertvector(-log8(exponential, exponential - one), f8);
   }
@@ -65,7 +65,25 @@ class Noise {
     return of(token);
   }
 
+  // An upper bound of the noise of token ids [first, first + 8), without a logarithm: -log(-log(1 - u)) <= -log u, and -log u <= -e ln 2 where
+  // u >= 2^e. The last term is for rounding.
+  f8 bound(int64_t first) const {
+    w8 token;
+    for (int i = 0; i < 8; ++i) token[i] = static_cast<uint32_t>(first + i);
+    const f8 u = uniform(token);
+    i8 bits;
+    std::memcpy(&bits, &u, sizeof bits);
+    return __builtin_convertvector(127 - (bits >> 23), f8) * splat(0.6931472f) + splat(1e-3f);
+  }
+
  private:
+  // A hash of the token, in (0, 1).
+  f8 uniform(w8 token) const {
+    const f8 random = __builtin_convertvector(mix32(mix32(token ^ a_) + b_), f8);
+    const f8 u = (random + splat(0.5f)) * splat(0x1p-32f);
+    return u < splat(1.0f - 0x1p-24f) ? u : splat(1.0f - 0x1p-24f);
+  }
+
   uint32_t a_, b_;
 };
 

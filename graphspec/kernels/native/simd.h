@@ -24,6 +24,21 @@ inline f8 load8(const float* p) {
 
 inline void store8(float* p, f8 v) { std::memcpy(p, &v, sizeof v); }
 
+// The same for the first `count` of at most 8 numbers; `rest`: what the others read as.
+inline f8 load8(const float* p, int64_t count, float rest) {
+  if (count >= 8) return load8(p);
+  f8 v = f8{} + rest;
+  std::memcpy(&v, p, count * sizeof(float));
+  return v;
+}
+
+inline void store8(float* p, f8 v, int64_t count) {
+  if (count >= 8)
+    store8(p, v);
+  else
+    std::memcpy(p, &v, count * sizeof(float));
+}
+
 inline f8 splat(float x) { return f8{x, x, x, x, x, x, x, x}; }
 
 // Fused where the hardware does it, and then always: compiled with -ffp-contract=off, because a compiler that picks which products to fuse

@@ -24,6 +24,61 @@ def filter_logits(generator: Generator) -> list[Case]:
     return [case(1, 1, 1), case(4, 1, 37), case(3, 2, 130)]
 
 
+def _logits(generator: Generator, lanes: int, rows: int, columns: int) -> torch.Tensor:
+    logits = torch.randn(lanes, rows, columns, generator=generator).mul(3).round(decimals=1)
+    logits[0, 0, columns // 2 :] = -torch.inf
+    logits[-1, -1, :2] = torch.tensor([torch.nan, torch.inf])[:columns]
+    return logits
+
+
+def _mapping(generator: Generator, columns: int, vocab: int) -> torch.Tensor | None:
+    return None if columns == vocab else torch.randperm(vocab, generator=generator)[:columns].sort().values
+
+
+def penalise(generator: Generator) -> list[Case]:
+    def case(lanes: int, rows: int, columns: int, vocab: int, path: int | None) -> Case:
+        slots = lanes + 2
+        return {
+            "logits_BTV": _logits(generator, lanes, rows, columns),
+            "lane_row_B": torch.randperm(slots, generator=generator)[:lanes],
+            "repetition_R": torch.tensor([1.0, 1.3, 0.7])[torch.arange(slots) % 3],
+            "presence_R": torch.tensor([0.0, -0.5, 1.5])[torch.randint(0, 3, (slots,), generator=generator)],
+            "frequency_R": torch.tensor([0.0, 0.3, -0.2])[torch.randint(0, 3, (slots,), generator=generator)],
+            "output_count_RV": torch.randint(-3, 4, (slots, vocab), generator=generator).clamp(min=0).to(torch.int32),
+            "prompt_seen_RV": torch.randint(0, 2, (slots, vocab), generator=generator).to(torch.int8),
+            "path_BTs": None if path is None else torch.randint(-1, min(vocab, 6), (lanes, rows, path), generator=generator),
+            "target_token_Vd": _mapping(generator, columns, vocab),
+        }
+
+    return [case(1, 1, 1, 1, None), case(3, 2, 37, 37, 4), case(2, 3, 13, 37, 3), case(2, 2, 20, 130, None), case(4, 2, 8192, 8192, 5)]
+
+
+def mask_tokens(generator: Generator) -> list[Case]:
+    def case(lanes: int, rows: int, columns: int, vocab: int, allowed: bool, grammar: bool) -> Case:
+        slots = lanes + 2
+
+        def words(bits: int, *shape: int) -> torch.Tensor:
+            dtype, limit = (torch.int64, 2**63) if bits == 64 else (torch.int32, 2**31)
+            return torch.randint(-limit, limit - 1, (*shape, -(-vocab // bits)), generator=generator).to(dtype)
+
+        return {
+            "logits_BTV": _logits(generator, lanes, rows, columns),
+            "lane_row_B": torch.randperm(slots, generator=generator)[:lanes],
+            "allowed_RU": words(64, slots) if allowed else None,
+            "token_mask_BTVw": words(32, lanes, rows) if grammar else None,
+            "target_token_Vd": _mapping(generator, columns, vocab),
+        }
+
+    return [
+        case(1, 1, 1, 1, True, True),
+        case(3, 2, 37, 37, True, True),
+        case(2, 3, 130, 130, False, True),
+        case(2, 2, 20, 130, True, True),
+        case(2, 2, 64, 64, False, False),
+        case(2, 4, 8192, 8192, True, False),
+    ]
+
+
 def gumbel_noise(generator: Generator) -> list[Case]:
     def case(lanes: int, tokens: int, vocab: int) -> Case:
         limit = 2**62

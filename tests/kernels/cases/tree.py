@@ -314,6 +314,26 @@ def ngram_match(generator: Generator) -> list[Case]:
     return [case(2, 40, 3, 3, 4, (1, 4)), case(3, 25, 2, 4, 3, (2, 3)), case(1, 1, 2, 1, 1, (1, 1)), case(5, 64, 4, 1, 6, (1, 80)), empty]
 
 
+def forced_run(generator: Generator) -> list[Case]:
+    def case(lanes: int, num_paths: int, depth: int) -> Case:
+        """Random pools, whose entries hang below the path of their column, and runs that begin as one of them does."""
+        pool, step_S = num_paths * depth, torch.arange(depth)
+        token = torch.randint(0, 3, (lanes, depth, num_paths), generator=generator)
+        parent = ((step_S[:, None] - 1) * num_paths + torch.arange(num_paths)).clamp(min=-1).expand(lanes, -1, -1).clone()
+        parent[:, 0] = -1
+        score = -torch.arange(float(pool)).view(depth, num_paths).expand(lanes, -1, -1).clone()
+        forced = token[:, :, 0].clone()
+        for lane in range(lanes):
+            forced[lane, lane % (depth + 1) :] = -1
+            forced[lane, :1] = torch.where(forced[lane, :1] >= 0, int(torch.randint(0, 3, (1,), generator=generator)), -1)
+            token[lane, depth - 1 :, num_paths - 1], parent[lane, depth - 1 :, num_paths - 1] = -1, -1
+            score[lane, depth - 1 :, num_paths - 1] = -torch.inf
+        candidates = {"candidate_score_BM": score, "candidate_token_BM": token, "candidate_parent_BM": parent}
+        return {"forced_BS": forced} | {name: slot.flatten(1) for name, slot in candidates.items()}
+
+    return [case(1, 1, 1), case(5, 3, 4), case(4, 1, 3), case(7, 2, 6)]
+
+
 def shard_topk(generator: Generator) -> list[Case]:
     def case(lanes: int, rows: int, columns: int, topk: int, absent: int, noisy: bool) -> Case:
         logits = torch.randn(lanes, rows, columns, generator=generator).mul(3).round(decimals=1)

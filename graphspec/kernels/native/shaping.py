@@ -1,0 +1,68 @@
+"""Penalties and masks of logits in C++; contracts are next to the references, in :mod:`..sampling`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..groups import Penalties
+from . import define_op, implement
+from .call import call, dense, require, require_slots
+
+
+def _penalise(
+    logits_BTV: Tensor, lane_row_B: Tensor, penalties: Penalties, path_BTs: Tensor | None, target_token_Vd: Tensor | None
+) -> Tensor:
+    require("logits", logits_BTV, torch.float32)
+    require("output_count", penalties.output_count_RV, torch.int32)
+    require("prompt_seen", penalties.prompt_seen_RV, torch.int8)
+    require_slots(*penalties)
+    out = _shape(logits_BTV)
+    read = (None if x is None else dense(x) for x in (path_BTs, target_token_Vd))
+    sizes = (*out.shape, penalties.output_count_RV.shape[1], 0 if path_BTs is None else path_BTs.shape[2])
+    call("penalise", (out, dense(logits_BTV), dense(lane_row_B), *penalties, *read), *sizes)
+    return out
+
+
+def _mask_tokens(
+    logits_BTV: Tensor, lane_row_B: Tensor, allowed_RU: Tensor | None, token_mask_BTVw: Tensor | None, target_token_Vd: Tensor | None
+) -> Tensor:
+    require("logits", logits_BTV, torch.float32)
+    out = _shape(logits_BTV)
+    read = [None if x is None else dense(x) for x in (allowed_RU, token_mask_BTVw, target_token_Vd)]
+    sizes = (0 if x is None else x.shape[-1] * x.element_size() for x in read[:2])
+    call("mask_tokens", (out, dense(logits_BTV), dense(lane_row_B), *read), *out.shape, *sizes)
+    return out
+
+
+def _shape(logits: Tensor, *_: object) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _node_paths(token_BN: Tensor, ancestors_BNX: Tensor) -> Tensor:
+    out = _paths_shape(token_BN, ancestors_BNX)
+    call("node_paths", (out, dense(token_BN), dense(ancestors_BNX)), *ancestors_BNX.shape)
+    return out
+
+
+def _paths_shape(token: Tensor, ancestors: Tensor) -> Tensor:
+    return token.new_empty((*token.shape, token.shape[1]))
+
+
+def _take_rows(x_R: Tensor, row_B: Tensor) -> Tensor:
+    require_slots(x_R)
+    out = _rows_shape(x_R, row_B)
+    call("take_rows", (out, x_R, dense(row_B)), row_B.numel(), x_R[0].numel() * x_R.element_size())
+    return out
+
+
+def _rows_shape(x: Tensor, row: Tensor) -> Tensor:
+    return x.new_empty((*row.shape, *x.shape[1:]))
+
+
+penalise = implement("penalise", _penalise, _shape)
+"""The op of this name in C++, as below."""
+mask_tokens = implement("mask_tokens", _mask_tokens, _shape)
+node_paths = define_op("node_paths", _node_paths, _paths_shape)
+""":meth:`graphspec.kernels.registry.KernelSet.node_paths` in C++, as below."""
+take_rows = define_op("take_rows", _take_rows, _rows_shape)
