@@ -184,7 +184,8 @@ class Program:
     If the kernels record, the first call of ``direct`` runs every stage eagerly and notes its native calls. From then on, stages that did
     nothing else are played back from a tape, and each run of other stages is compiled as a region. Until then ``steps`` is empty.
 
-    Stages that run on the host cut the program into segments, each of which is compiled, recorded and captured by itself.
+    Stages that run on the host cut the program into ``segments``, each of which is compiled, recorded and captured by itself. If kernels
+    record, a tape and a region are segments too.
 
     Args:
         stages: in order.
@@ -216,7 +217,7 @@ class Program:
         self.steps: list[Callable[[], None]] = []
         self.direct: Callable[[], None] = self._record
         self.on_host = [stage for stage in stages if isinstance(stage, HostStage)]
-        self._segments: list[Segment] = []
+        self.segments: list[Segment] = []
         groups = [(host, list(group)) for host, group in groupby(stages, _runs_on_host)]
         if not compiled:
             self.steps = [self._scoped(partial(stage, views)) for stage in stages]
@@ -240,7 +241,7 @@ class Program:
     def compile(self) -> None:
         """Compile what ``direct`` runs, without running it. What is recorded is compiled by the first run."""
         with nullcontext() if self._scope is None else self._scope():
-            for segment in self._segments:
+            for segment in self.segments:
                 segment.compile()
 
     def _segment(self, stages: Sequence[Stage]) -> Segment:
@@ -268,7 +269,7 @@ class Program:
         return found
 
     def _set_segments(self, segments: list[Segment]) -> None:
-        self._segments = segments
+        self.segments = segments
         runs = [segment.run for segment in segments]
         self.direct = runs[0] if len(runs) == 1 else partial(_in_order, runs)
 
@@ -297,8 +298,8 @@ class Program:
         if not self.on_host:
             self.replay = replay = capturer.capture(self.direct)
             return replay.pool_bytes
-        replays = [None if segment.on_host else capturer.capture(segment.run) for segment in self._segments]
-        runs = [segment.run if replay is None else replay for segment, replay in zip(self._segments, replays, strict=True)]
+        replays = [None if segment.on_host else capturer.capture(segment.run) for segment in self.segments]
+        runs = [segment.run if replay is None else replay for segment, replay in zip(self.segments, replays, strict=True)]
         self.replay = partial(_in_order, runs)
         grown = [replay.pool_bytes for replay in replays if replay is not None and replay.pool_bytes is not None]
         return sum(grown) if grown else None

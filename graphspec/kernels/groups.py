@@ -79,6 +79,15 @@ class Penalties(NamedTuple):
     prompt_seen_RV: Int8
 
 
+class Biases(NamedTuple):
+    """What is added to the logits of single tokens, and the stop ids that a row may sample from a position on."""
+
+    bias_id_RI: Int64
+    bias_value_RI: Tensor
+    stop_id_RE: Int64
+    stop_from_R: Int64
+
+
 class Window(NamedTuple):
     """The tokens that each row committed last, with the target's features, and the entries before them that a drafter reads again."""
 

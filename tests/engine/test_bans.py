@@ -14,7 +14,7 @@ from graphspec.api.llm import SamplingParams
 from graphspec.api.outputs import Output
 from graphspec.api.prompts import encode_bad_words
 from graphspec.errors import RequestError
-from graphspec.graphs.stages.bans import ends_of_words
+from graphspec.kernels.sampling.ban_words import ban_words
 from graphspec.kernels.sampling.mask_tokens import mask_tokens
 from graphspec.text.tokenizer import Tokenizer
 from tests.support.engines import CHAIN, MIRROR_VOCAB, TREE, Pair, add_tokenizer, ids, mirror_pair, prompts, words
@@ -158,8 +158,8 @@ def test_bits_of_allowed_tokens(allowed: set[int]) -> None:
 def test_ends_of_words() -> None:
     word_11t = torch.tensor([[[-1, -1, 4], [-1, 2, 5], [1, 2, 6], [-1, -1, -1]]])
     before_B3t = torch.tensor([[[0, 2], [1, 2], [2, 1]]])
-    found_1TV = ends_of_words(word_11t, before_B3t, 8)
-    assert [row.nonzero().flatten().tolist() for row in found_1TV[0]] == [[4, 5], [4, 5, 6], [4]]
+    found_13V = ban_words(torch.zeros(1, 3, 8), torch.tensor([0]), word_11t, before_B3t)
+    assert [row.isinf().nonzero().flatten().tolist() for row in found_13V[0]] == [[4, 5], [4, 5, 6], [4]]
 
 
 class Spaces:

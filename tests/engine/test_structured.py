@@ -17,7 +17,6 @@ from graphspec.engine.engine import Engine
 from graphspec.errors import RequestError
 from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.programs import PrefillKey
-from graphspec.graphs.stages.sampling import put_first
 from graphspec.graphs.stages.stage import HostStage
 from graphspec.shapes import SamplingClass
 from tests.support.grammars import parses, random_structured
@@ -143,7 +142,7 @@ def test_captured_segments_give_the_tokens_of_direct_launches(tree: LLM, expecte
     cut = {key: program for key, program in cycle.programs.items() if key.sampling.grammar}
     assert cut
     for key, program in cut.items():
-        captured = [segment for segment in program._segments if not segment.on_host]
+        captured = [segment for segment in program.segments if not segment.on_host]
         assert len(captured) == (1 if isinstance(key, PrefillKey) else 3)
         before = [] if isinstance(key, PrefillKey) else ["forced_runs", "tree_to_host"]
         assert [stage.name for stage in program.on_host] == [*before, "grammar_masks"]
@@ -327,14 +326,6 @@ def test_what_must_follow_is_spelled(plain: LLM) -> None:
     either = grammar(plain, Structured(regex="a(b?)"))
     assert plain.tokenizer.decode(either.forced(20)) == "a"
     assert either.follow(either.forced(20)) and either.forced(20) == []
-
-
-def test_a_forced_token_comes_first_and_scores_stay_sorted() -> None:
-    score = torch.tensor([[[-1.0, -2.0, -3.0]] * 4])
-    token = torch.tensor([[[7, 8, 9]] * 4])
-    found = put_first(score, token, torch.tensor([[-1, 8, 5, 7]]))
-    assert found[1].tolist() == [[[7, 8, 9], [8, 7, 9], [5, 7, 8], [7, 8, 9]]]
-    assert found[0].tolist() == [[[-1.0, -2.0, -3.0], [0.0, -1.0, -3.0], [0.0, -1.0, -2.0], [0.0, -2.0, -3.0]]]
 
 
 @pytest.mark.parametrize(

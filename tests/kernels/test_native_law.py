@@ -18,8 +18,6 @@ KEYS: dict[str, Any] = {
     "runtime": "compiled", "max_rows": 2, "buckets": [1, 2], "max_context": 64, "prefill_chunks": [4, 8], "sampling_classes": ["noise"],
 }  # fmt: skip
 COUNT, TOKENS = 5, 20
-COMPILED = ("ngram_trie", "p_eagle", "dflash")
-"""Drafters for which something is compiled, which takes most of a minute."""
 
 
 class Family:
@@ -42,7 +40,8 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "variant",
-    ["ngram", *(pytest.param(name, marks=pytest.mark.full if name in COMPILED else []) for name in ("ngram_trie", *NETWORKS))],
+    # For DFlash something is compiled, which takes most of a minute.
+    ["ngram", "ngram_trie", *(pytest.param(name, marks=pytest.mark.full if name == "dflash" else []) for name in NETWORKS)],
 )
 def test_every_drafter_keeps_the_bits(family: Family, variant: str, shape: str) -> None:
     with family.llm(variant, **SHAPES[shape], page_size=1 if shape == "chain" else 64) as llm:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from graphspec import LLM, SamplingParams, Structured
 from graphspec.errors import ConfigError
 from graphspec.graphs.compile import Region
 from graphspec.graphs.programs import Program
@@ -16,6 +17,7 @@ from graphspec.kernels.native import cycle, multiply_packed, pack_linear
 from graphspec.kernels.native.call import Calls, Tape, copy, record
 from graphspec.kernels.registry import KernelSet
 from graphspec.plan.buffers import Views
+from graphspec.shapes import GraphKey
 
 KERNELS = select_kernels("compiled", "auto", "cpu")
 
@@ -189,3 +191,49 @@ def test_rows_between_passes_are_those_of_torch() -> None:
         assert torch.equal(KERNELS.take_rows(slot, lanes[0]), slot[lanes[0]])
     tree = torch.tensor([[3, 4, 5]]), torch.tensor([[[1, 0], [3, 0], [5, 0]]])
     assert KERNELS.node_paths(*tree).tolist() == KernelSet.node_paths(KERNELS, *tree).tolist() == [[[-1, -1, -1], [-1, 4, -1], [-1, -1, 5]]]
+
+
+@pytest.mark.parametrize("kernels", [KERNELS, select_kernels("reference", "auto", "cpu")], ids=["native", "reference"])
+def test_a_forced_token_comes_first_and_scores_stay_sorted(kernels: KernelSet) -> None:
+    score = torch.tensor([[[-1.0, -2.0, -3.0]] * 4])
+    token = torch.tensor([[[7, 8, 9]] * 4])
+    found = kernels.put_first(score, token, torch.tensor([[-1, 8, 5, 7]]), None)
+    assert found[1].tolist() == [[[7, 8, 9], [8, 7, 9], [5, 7, 8], [7, 8, 9]]]
+    assert found[0].tolist() == [[[-1.0, -2.0, -3.0], [0.0, -1.0, -3.0], [0.0, -1.0, -2.0], [0.0, -2.0, -3.0]]]
+    # Rows that were drafted off the forced path keep what they have; so does all of a lane after its run.
+    score, token = score[:, :2].repeat(2, 1, 1), token[:, :2].repeat(2, 1, 1)
+    path = torch.tensor([[[4, 6], [4, 5]], [[4, 6], [4, 5]]])
+    found = kernels.put_first(score, token, torch.tensor([[4, 5, 9], [4, 5, -1]]), path)
+    assert found[1].tolist() == [[[7, 8, 9], [9, 7, 8]], [[7, 8, 9], [7, 8, 9]]]
+    found = kernels.put_first(score[:, :1, :1], token[:, :1, :1], torch.tensor([[4, 5, 9], [-1, 5, 9]]), path[:, :1, :0])
+    assert found[1].tolist() == [[[4]], [[7]]] and found[0].tolist() == [[[0.0]], [[-1.0]]]
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature": {"temperature": 0.8, "seed": 1},
+    "filters": {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "seed": 1},
+    "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1},
+    "log-probabilities": {"logprobs": 3},
+    "allowed tokens": {"allowed_token_ids": list(range(8, 40))},
+    "bias and minimum length": {"logit_bias": {9: 2.0}, "min_tokens": 3},
+    "bad words": {"bad_words": ["def", "self."]},
+    "grammar": {"structured": Structured(regex="(x7){6}")},
+}
+"""What a cycle does without a region of the compiler."""
+
+
+@pytest.mark.parametrize("variant", ["none", "ngram", "ngram_trie", "eagle", "eagle3", "mtp", "standalone", "p_eagle"])
+def test_a_cycle_of_any_form_of_sampling_is_one_tape(variant: str) -> None:
+    """With a grammar it is one between any two steps of the host."""
+    shape = {} if variant in ("none", "ngram_trie") else {"num_steps": 3, "topk": 3, "num_draft_tokens": 10}
+    with LLM(variant=variant, runtime="compiled", max_rows=1, prefill_chunks=[16], **shape) as llm:
+        assert llm.cycle is not None
+        known: set[Any] = set()
+        for form, params in FORMS.items():
+            llm.generate("a = ", SamplingParams(max_tokens=6, **params))
+            [key] = [key for key in llm.cycle.programs if isinstance(key, GraphKey) and key not in known]
+            known.add(key)
+            segments = llm.cycle.programs[key].segments
+            assert segments and all(segment.on_host or isinstance(segment.run, Tape) for segment in segments), form
+            assert form == "grammar" or len(segments) == 1, form

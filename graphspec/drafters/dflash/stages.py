@@ -50,7 +50,8 @@ class DFlash(MarginalStage):
         )
         block_BTH = network.block(token_BT, position_BT, full, causal)
         first = 0 if network.facts.from_anchor else 1
-        self.fill_pool(v, network.logits(stream_rows(block_BTH, first, first + steps)), next_B)
+        proposed_BS = next_B[:, None] + torch.arange(steps, device=next_B.device)
+        self.fill_pool(v, network.logits(stream_rows(block_BTH, first, first + steps)), proposed_BS)
 
 
 def stages(build: Build) -> list[Stage]:

@@ -191,8 +191,7 @@ def beam_stages(build: Build) -> list[Stage]:
 class MarginalStage(DraftStage):
     """Base of these stages: fills the candidate pool from the logits of all depths."""
 
-    def fill_pool(self, v: Views, logits_BSV: Tensor, position_B: Tensor) -> None:
-        """Write the candidates of all S levels; ``position_B`` is the position of the tokens of level 1."""
-        position_BS = position_B[:, None] + torch.arange(self.shape.num_steps, device=position_B.device)
+    def fill_pool(self, v: Views, logits_BSV: Tensor, position_BS: Tensor) -> None:
+        """Write the candidates of all S levels; ``position_BS`` is the position of the tokens of each."""
         score_BSK, token_BSK = self.sampler.propose_levels(v, logits_BSV, self.draft.target_token_Vd, position_BS)
         self.kernels.marginal_pool(score_BSK, token_BSK, v.lane_row_B, v.status_R, v.take(Candidates))

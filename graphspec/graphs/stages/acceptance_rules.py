@@ -13,7 +13,6 @@ from ...config.catalog import load_object
 from ...kernels.groups import Limits, Nodes, Run
 from ...plan.buffers import Views
 from ...shapes import WORD_BITS
-from .bans import node_contexts
 from .sampling import RESIDUAL_STREAM, LogitShaper, Scores, coins, cycle_positions, probabilities, sample_tokens, trusted
 from .stage import Build, Stage
 
@@ -254,7 +253,9 @@ class Accept(Stage):
         path_BNN = self.kernels.node_paths(v.node_token_BN, v.node_ancestors_BNX) if self.sampling.penalties else None
         # The position of what is sampled matters to bans alone.
         position_BN = self.rule.positions(v) if self.sampling.bias else None
-        before_BNt = node_contexts(v) if self.sampling.bad_words else None
+        before_BNt = None
+        if self.sampling.bad_words:
+            before_BNt = self.kernels.node_contexts(v.recent_token_RBt, v.lane_row_B, v.node_token_BN, v.node_parent_BN)
         given_BNV = self.scores.kept(v)
         logits_BNV = self.shaper(v, given_BNV, position_BN, path_BNN, before_BTt=before_BNt)
         drawn_BN, sound_BN = self.rule(v, logits_BNV)

@@ -19,7 +19,6 @@ from ...kernels.host_step import BoundCall
 from ...models.attention import ChunkAttention
 from ...models.recurrence import RecurrentStates, RunRecurrence
 from ...plan.buffers import Status, Views, own_draft_pools, pool_names
-from .bans import note_tokens
 from .counts import count_tokens
 from .logprobs import PROMPT_RING, ring_buffers, write_prompt_logprobs
 from .mailbox import MailLayout
@@ -169,7 +168,7 @@ class FirstToken(Stage):
         if self.sampling.penalties:
             count_tokens(v, row_B, root_B, done_B)
         if self.sampling.bad_words:
-            note_tokens(v, root_B[:, None], done_B.to(torch.int64))
+            self.kernels.note_tokens(root_B[:, None], None, done_B.to(torch.int64), row_B, v.recent_token_RBt)
         v.cycle_1.add_(1)
         v.window_token_RAc.index_copy_(0, row_B, root_BAc)
         v.window_len_R.index_fill_(0, row_B, 1)

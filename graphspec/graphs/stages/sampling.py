@@ -9,16 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...kernels.groups import Penalties
+from ...kernels.groups import Biases, Penalties
 from ...kernels.registry import KernelSet
 from ...kernels.sampling.noise import BELOW_ONE, counter_hash
-from ...kernels.sampling.penalise import columns
 from ...kernels.tree.shard_topk import merge_shards, pack_shard
 from ...models.vocabulary import VocabParallelLinear, sharded_head
 from ...plan.acceptance import AcceptPlan
 from ...plan.buffers import Views
 from ...shapes import SamplingClass
-from .bans import WORDS, ends_of_words
+from .bans import WORDS
 from .stage import Build, DraftModel, TargetModel
 
 # The first 64 fractional bits of the square roots of 2, 3 and 5, as signed words.
@@ -117,7 +116,7 @@ class LogitShaper:
         penalties = ("repetition_R", "presence_R", "frequency_R", "output_count_RV", "prompt_seen_RV")
         self.reads: tuple[str, ...] = (
             *(penalties if self.sampling.penalties else ()),
-            *(("bias_id_RI", "bias_value_RI", "stop_from_R", "stop_id_RE") if self.sampling.bias else ()),
+            *(Biases._fields if self.sampling.bias else ()),
             *(("allowed_RU",) if self.sampling.allowed else ()),
             *(WORDS if self.sampling.bad_words and not drafts else ()),
             *(("token_mask_BNVw",) if self.masked else ()),
@@ -154,10 +153,10 @@ class LogitShaper:
             mask_BTVw = v.token_mask_BNVw[:, : logits_BTV.shape[1]] if self.masked else None
             logits_BTV = self.kernels.mask_tokens(logits_BTV, row_B, allowed_RU, mask_BTVw, target_token_Vd)
         if self.sampling.bias:
-            logits_BTV = self._bias(v, row_B, logits_BTV, position_BT, target_token_Vd)
+            assert position_BT is not None, "bans of stop ids end at a position"
+            logits_BTV = self.kernels.bias_logits(logits_BTV, row_B, v.take(Biases), position_BT, target_token_Vd, self.vocab_size)
         if self.sampling.bad_words and before_BTt is not None:
-            ended_BTV = ends_of_words(v.bad_word_RBwBt[row_B], before_BTt, self.vocab_size)
-            logits_BTV = torch.where(ended_BTV & logits_BTV.isfinite(), -torch.inf, logits_BTV)
+            logits_BTV = self.kernels.ban_words(logits_BTV, row_B, v.bad_word_RBwBt, before_BTt)
         return logits_BTV
 
     def truncate(self, v: Views, logits_BTV: Tensor) -> Tensor:
@@ -166,20 +165,6 @@ class LogitShaper:
             return logits_BTV
         top_k_B, top_p_B, min_p_B = (self.kernels.take_rows(x_R, v.lane_row_B) for x_R in (v.top_k_R, v.top_p_R, v.min_p_R))
         return self.kernels.filter_logits(logits_BTV, v.lane_temperature_B, top_k_B, top_p_B, min_p_B)
-
-    def _bias(self, v: Views, row_B: Tensor, logits_BTV: Tensor, position_BT: Tensor | None, target_token_Vd: Tensor | None) -> Tensor:
-        """Add the biases, and ban stop ids before the minimum length."""
-        kept = slice(self.vocab_size) if target_token_Vd is None else target_token_Vd
-        shape = (row_B.shape[0], self.vocab_size + 1)
-        # Ids of a row are distinct; the unused ones share the column that is cut off.
-        added_BV = torch.zeros(shape, device=row_B.device)
-        added_BV = added_BV.scatter(1, columns(v.bias_id_RI[row_B], self.vocab_size), v.bias_value_RI[row_B])
-        logits_BTV = logits_BTV + added_BV[:, None, kept]
-        assert position_BT is not None, "bans of stop ids end at a position"
-        stops_BV = torch.zeros(shape, dtype=torch.bool, device=row_B.device)
-        stops_BV = stops_BV.scatter(1, columns(v.stop_id_RE[row_B], self.vocab_size), True)
-        early_BTV = (position_BT < v.stop_from_R[row_B][:, None])[..., None] & stops_BV[:, None, kept]
-        return torch.where(early_BTV & logits_BTV.isfinite(), -torch.inf, logits_BTV)
 
 
 class DraftSampler:
@@ -216,11 +201,7 @@ class DraftSampler:
             log-probabilities float32 and target ids int64, both ``[B, T, K]``. On the way that a grammar forces, its token comes first.
         """
         found = self._propose(v, logits_BTV, target_token_Vd, position_B, path_BTs, level)
-        if not self.sampling.grammar:
-            return found
-        forced_BS = v.forced_token_BS
-        on_way_BT = (path_BTs == forced_BS[:, None, : level - 1]).all(-1)
-        return put_first(*found, torch.where(on_way_BT, forced_BS[:, level - 1, None], -1))
+        return self.kernels.put_first(*found, v.forced_token_BS, path_BTs) if self.sampling.grammar else found
 
     def _propose(
         self, v: Views, logits_BTV: Tensor, target_token_Vd: Tensor | None, position_B: Tensor, path_BTs: Tensor, level: int
@@ -257,7 +238,7 @@ class DraftSampler:
             log-probabilities float32 and target ids int64, both ``[B, S, K]``. Where a grammar forces a token, it comes first.
         """
         found = self._propose_levels(v, logits_BSV, target_token_Vd, position_BS)
-        return put_first(*found, v.forced_token_BS) if self.sampling.grammar else found
+        return self.kernels.put_first(*found, v.forced_token_BS, None) if self.sampling.grammar else found
 
     def _propose_levels(
         self, v: Views, logits_BSV: Tensor, target_token_Vd: Tensor | None, position_BS: Tensor
@@ -276,7 +257,7 @@ class DraftSampler:
         if self.by_cycle:
             position_BS = cycle_positions(position_BS[:, 0], position_BS.shape[1], self.plan.accept_width)
         # The op takes one position per lane, so here every depth is a lane.
-        seed_D, temperature_D = (x_B[:, None].expand(depths).flatten() for x_B in (seed_B, v.lane_temperature_B))
+        seed_D, temperature_D = (x_B.new_empty(depths).copy_(x_B[:, None]).flatten() for x_B in (seed_B, v.lane_temperature_B))
         logits_D1V = logits_BSV.flatten(0, 1)[:, None]
         score, token = self.kernels.draft_topk(logits_D1V, topk, target_token_Vd, seed_D, position_BS.flatten(), temperature_D)
         return score.view(*depths, topk), token.view(*depths, topk)
@@ -302,23 +283,6 @@ class DraftSampler:
             certain_BLV = torch.zeros_like(share_BLV).scatter(2, forced_BL1.clamp(min=0), 1.0)
             share_BLV = torch.where(forced_BL1 >= 0, certain_BLV, share_BLV)
         kept_BLV.copy_(share_BLV)
-
-
-def put_first(score_BTK: Tensor, token_BTK: Tensor, forced_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Continuations with a certain token in front of the others, of which the last makes room unless that token was among them.
-
-    Args:
-        score_BTK: log-probabilities, sorted; so they stay.
-        token_BTK: int64, all different where they are tokens.
-        forced_BT: int64, the certain token, -1 if there is none.
-    """
-    place_K = torch.arange(token_BTK.shape[-1], device=token_BTK.device)
-    room_BT1 = torch.where(token_BTK == forced_BT[..., None], place_K, token_BTK.shape[-1] - 1).amin(-1, keepdim=True)
-    source_BTK = torch.where(place_K <= room_BT1, (place_K - 1).clamp(min=0), place_K)
-    forced_BTK = (forced_BT >= 0)[..., None].expand_as(token_BTK)
-    score, token = score_BTK.gather(-1, source_BTK), token_BTK.gather(-1, source_BTK)
-    score, token = torch.where(place_K == 0, 0.0, score), torch.where(place_K == 0, forced_BT[..., None], token)
-    return torch.where(forced_BTK, score, score_BTK), torch.where(forced_BTK, token, token_BTK)
 
 
 class Scores:

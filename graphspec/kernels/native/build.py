@@ -36,6 +36,7 @@ HEADERS = (
     "pace.h",
     "product.h",
     "rounded.h",
+    "row_program.h",
     "simd.h",
     "ssm.h",
     "states.h",

@@ -10,13 +10,14 @@
 
 #include "call.h"
 #include "noise.h"
-#include "team.h"
+#include "row_program.h"
 
 namespace {
 
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 constexpr int64_t LIVE = 1;
-constexpr int64_t STRIDE = 32;  // logits compared at a time
+constexpr int64_t STRIDE = 32;      // logits compared at a time
+constexpr int64_t NOISE_UNITS = 8;  // of work for each logit
 
 // The best entries pushed so far, descending; ties in order of arrival.
 class Best {
@@ -87,52 +88,44 @@ Sum rank(const float* key, int64_t vocab, int64_t topk, Best& best) {
   return {peak, std::log(total)};
 }
 
-struct TopK {
+struct DraftTopK {
   float* logprob;
   int64_t* token;
   const float* keys;
-  const int64_t* target;          // or null
+  const int64_t* target;           // or null
   const int64_t *seed, *position;  // of a lane; null: no noise
   const float* temperature;
-  int64_t rows, vocab, topk, per_lane;
-};
+  int64_t count, vocab, topk, per_lane;
 
-class TopRows final : public graphspec::Program {
- public:
-  explicit TopRows(const TopK& call) : c_(call) {}
-  int phases() const override { return 1; }
-  int chunks(int) const override { return static_cast<int>(c_.rows); }
-  int64_t size() const override { return c_.rows * c_.vocab; }
-  void work(int, int row) override {
+  int64_t rows() const { return count; }
+  int64_t units() const { return count * vocab * (seed == nullptr ? 1 : NOISE_UNITS); }
+  void row(int64_t r) const {
     static thread_local Best best;
-    const float* key = keys(row);
-    const auto [peak, log_total] = rank(key, c_.vocab, c_.topk, best);
-    for (int64_t k = 0; k < c_.topk; ++k) {
-      const int64_t index = best.index(k), to = row * c_.topk + k;
-      c_.logprob[to] = best.value(k) == NEVER ? NEVER : best.value(k) - peak - log_total;
-      c_.token[to] = c_.target == nullptr ? index : c_.target[index];
+    const auto [peak, log_total] = rank(ranked(r), vocab, topk, best);
+    for (int64_t k = 0; k < topk; ++k) {
+      const int64_t index = best.index(k), to = r * topk + k;
+      logprob[to] = best.value(k) == NEVER ? NEVER : best.value(k) - peak - log_total;
+      token[to] = target == nullptr ? index : target[index];
     }
   }
 
  private:
-  // The keys that rank a row's tokens: logits, plus noise if there is any.
-  const float* keys(int row) const {
+  // What ranks a row's tokens: logits, plus noise if there is any.
+  const float* ranked(int64_t r) const {
     static thread_local std::vector<float> noisy;
-    const float* logits = c_.keys + row * c_.vocab;
-    const int64_t lane = row / c_.per_lane;
-    if (c_.seed == nullptr || !(c_.temperature[lane] > 0)) return logits;
-    const Noise noise(c_.seed[lane], c_.position[lane]);
-    const f8 temperature = splat(c_.temperature[lane]);
-    noisy.resize((c_.vocab + 7) / 8 * 8);
-    for (int64_t i = 0; i < c_.vocab; i += 8) {
+    const float* logits = keys + r * vocab;
+    const int64_t lane = r / per_lane;
+    if (seed == nullptr || !(temperature[lane] > 0)) return logits;
+    const Noise noise(seed[lane], position[lane]);
+    const f8 heat = splat(temperature[lane]);
+    noisy.resize((vocab + 7) / 8 * 8);
+    for (int64_t i = 0; i < vocab; i += 8) {
       f8 x = splat(NEVER);
-      std::memcpy(&x, logits + i, std::min<int64_t>(8, c_.vocab - i) * sizeof(float));
-      store8(noisy.data() + i, finite8(x) + temperature * noise.of(c_.target, i, c_.vocab));
+      std::memcpy(&x, logits + i, std::min<int64_t>(8, vocab - i) * sizeof(float));
+      store8(noisy.data() + i, finite8(x) + heat * noise.of(target, i, vocab));
     }
     return noisy.data();
   }
-
-  const TopK& c_;
 };
 
 struct NoteLogprobs {
@@ -141,29 +134,21 @@ struct NoteLogprobs {
   float *chosen, *top;
   int64_t* top_token;
   int64_t lanes, nodes, vocab, width, alternatives, slots, chosen_slot, chosen_lane, top_slot, top_lane, top_entry;
-};
 
-class NotedRows final : public graphspec::Program {
- public:
-  explicit NotedRows(const NoteLogprobs& call) : c_(call) {}
-  int phases() const override { return 1; }
-  int chunks(int) const override { return static_cast<int>(c_.lanes * c_.width); }
-  int64_t size() const override { return c_.lanes * c_.width * c_.vocab; }
-  void work(int, int entry) override {
+  int64_t rows() const { return lanes * width; }
+  int64_t units() const { return rows() * vocab; }
+  void row(int64_t entry) const {
     static thread_local Best best;
-    const int64_t lane = entry / c_.width, at = entry % c_.width, node = lane * c_.nodes + c_.path[entry], slot = *c_.cycle % c_.slots;
-    const float* logits = c_.logits + node * c_.vocab;
-    const Sum sum = rank(logits, c_.vocab, std::max<int64_t>(c_.alternatives, 1), best);
-    c_.chosen[slot * c_.chosen_slot + lane * c_.chosen_lane + at] = logits[std::max<int64_t>(c_.sample[node], 0)] - sum.peak - sum.log_total;
-    const int64_t to = slot * c_.top_slot + lane * c_.top_lane + at * c_.top_entry;
-    for (int64_t k = 0; k < c_.alternatives; ++k) {
-      c_.top[to + k] = best.value(k) == NEVER ? NEVER : best.value(k) - sum.peak - sum.log_total;
-      c_.top_token[to + k] = best.index(k);
+    const int64_t lane = entry / width, at = entry % width, node = lane * nodes + path[entry], slot = *cycle % slots;
+    const float* x = logits + node * vocab;
+    const Sum sum = rank(x, vocab, std::max<int64_t>(alternatives, 1), best);
+    chosen[slot * chosen_slot + lane * chosen_lane + at] = x[std::max<int64_t>(sample[node], 0)] - sum.peak - sum.log_total;
+    const int64_t to = slot * top_slot + lane * top_lane + at * top_entry;
+    for (int64_t k = 0; k < alternatives; ++k) {
+      top[to + k] = best.value(k) == NEVER ? NEVER : best.value(k) - sum.peak - sum.log_total;
+      top_token[to + k] = best.index(k);
     }
   }
-
- private:
-  const NoteLogprobs& c_;
 };
 
 struct Level {
@@ -314,19 +299,9 @@ void tree_build(const Tree& c) {
 
 extern "C" {
 
-void graphspec_draft_topk(const char* fields, int threads) {
-  const TopK call = graphspec::call_of<TopK>(fields);
-  TopRows program(call);
-  // At small vocabularies a row takes a few microseconds, less than starting a second thread.
-  const int64_t cost = call.seed == nullptr ? 1 : 8;
-  graphspec::run(program, call.rows * call.vocab * cost >= 1 << 16 ? threads : 1);
-}
+void graphspec_draft_topk(const char* fields, int threads) { graphspec::run_rows<DraftTopK>(fields, threads); }
 
-void graphspec_note_logprobs(const char* fields, int threads) {
-  const NoteLogprobs call = graphspec::call_of<NoteLogprobs>(fields);
-  NotedRows program(call);
-  graphspec::run(program, program.size() >= 1 << 16 ? threads : 1);
-}
+void graphspec_note_logprobs(const char* fields, int threads) { graphspec::run_rows<NoteLogprobs>(fields, threads); }
 
 void graphspec_draft_level(const char* fields, int) { draft_level(graphspec::call_of<Level>(fields)); }
 

@@ -8,7 +8,7 @@ native op (:mod:`graphspec.models.stack`) call them in place of torch, and :clas
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from ..op import Written
 from ..registry import KernelSet
 from . import CODE, channels_of, code_of, define_op, implement, outputs_of
 from .call import bits, call, dense, require, require_slots
-from .shaping import node_paths, take_rows
+from .shaping import node_paths, put_first, take_rows
 
 
 def _top_rows(
@@ -98,6 +98,31 @@ def _forced_run(forced_BS: Tensor, candidates: Written[Candidates]) -> None:
     call("forced_run", (dense(forced_BS), *candidates), lanes, depth, candidates[0].shape[1] // depth)
 
 
+def _host_tree(mail: Tensor, trees_at: int, capacity: int, lane_row_B: Tensor, status_R: Tensor, candidates: Written[Candidates]) -> None:
+    require_slots(mail, *candidates)
+    require("score", candidates[0], torch.float32)
+    call("host_tree", (mail, *map(dense, (lane_row_B, status_R)), *candidates), trees_at, capacity, *candidates[0].shape)
+
+
+def _node_contexts(recent_token_RBt: Tensor, lane_row_B: Tensor, node_token_BN: Tensor, node_parent_BN: Tensor) -> Tensor:
+    require_slots(recent_token_RBt)
+    out = _contexts_shape(recent_token_RBt, lane_row_B, node_token_BN)
+    read = map(dense, (lane_row_B, node_token_BN, node_parent_BN))
+    call("node_contexts", (out, recent_token_RBt, *read), *node_token_BN.shape, recent_token_RBt.shape[1])
+    return out
+
+
+def _contexts_shape(recent_token_RBt: Tensor, _: Tensor, node_token_BN: Tensor, *__: object) -> Tensor:
+    return node_token_BN.new_empty((*node_token_BN.shape, recent_token_RBt.shape[1] - 1))
+
+
+def _note_tokens(token_BN: Tensor, path_BA: Tensor | None, count_B: Tensor, lane_row_B: Tensor, recent_token_RBt: Written[Tensor]) -> None:
+    require_slots(recent_token_RBt)
+    path = None if path_BA is None else dense(path_BA)
+    sizes = (*token_BN.shape, token_BN.shape[1] if path is None else path.shape[1], recent_token_RBt.shape[1])
+    call("note_tokens", (dense(token_BN), path, dense(count_B), dense(lane_row_B), recent_token_RBt), *sizes)
+
+
 draft_topk = implement("draft_topk", _top_rows, _top_shape)
 """The op of this name in C++, as below."""
 note_logprobs = define_op("note_logprobs", _note_logprobs)
@@ -105,6 +130,9 @@ draft_level = define_op("draft_level", _draft_level)
 marginal_pool = define_op("marginal_pool", _marginal_pool)
 ngram_match = define_op("ngram_match", _ngram_match)
 forced_run = implement("forced_run", _forced_run)
+host_tree = implement("host_tree", _host_tree)
+node_contexts = implement("node_contexts", _node_contexts, _contexts_shape)
+note_tokens = implement("note_tokens", _note_tokens)
 tree_build = define_op("tree_build", _tree_build)
 """:func:`graphspec.kernels.tree.tree_build.tree_build_into` in C++."""
 
@@ -151,6 +179,31 @@ def _window_shape(
     return (
         new(entries), new(entries, dtype=torch.bool), new(entries), new(entries), new(), new(entries, num_words), new(), new(),
         new(entries, features, dtype=of),
+    )  # fmt: skip
+
+
+def _append_masks(
+    token_BA: Tensor, feature_BAF: Tensor, begin_B: Tensor, known_B: Tensor, mask_feature_F: Tensor, mask_token: int, masks: int,
+    shift: int, num_words: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    require("feature", feature_BAF, torch.float32)
+    require("mask feature", mask_feature_F, torch.float32)
+    out = _masked_shape(token_BA, feature_BAF, masks, shift, num_words)
+    read = map(dense, (token_BA, feature_BAF, begin_B, known_B, mask_feature_F))
+    call("append_masks", (*out, *read), *feature_BAF.shape, mask_token, masks, shift, num_words)
+    return out
+
+
+def _masked_shape(token_BA: Tensor, feature_BAF: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    masks, _, num_words = rest[-3:]
+    lanes, entries, steps = token_BA.shape[0], token_BA.shape[1] + masks, masks + 1
+
+    def new(*shape: int, dtype: torch.dtype = _int64) -> Tensor:
+        return token_BA.new_empty((lanes, *shape), dtype=dtype)
+
+    return (
+        new(entries), new(entries, dtype=torch.bool), new(entries), new(entries), new(entries, num_words),
+        feature_BAF.new_empty(lanes, entries, feature_BAF.shape[2]), new(steps), new(steps, dtype=torch.bool), new(steps),
     )  # fmt: skip
 
 
@@ -257,6 +310,7 @@ def _commit_rows(
 mail_apply = implement("mail_apply", _mail_apply)
 """The op of this name in C++, as those below."""
 draft_window = implement("draft_window", _draft_window, _window_shape)
+append_masks = implement("append_masks", _append_masks, _masked_shape)
 take_last = implement("take_last", _take_last)
 chain_layout = implement("chain_layout", _chain_layout)
 verify_rows = implement("verify_rows", _verify_rows, _verify_shape)
@@ -382,6 +436,10 @@ class NativeKernels(KernelSet):
     def node_paths(self, token_BN: Tensor, ancestors_BNX: Tensor) -> Tensor:
         paths: Tensor = node_paths(token_BN, ancestors_BNX)
         return paths
+
+    def put_first(self, score_BTK: Tensor, token_BTK: Tensor, forced_BS: Tensor, path_BTs: Tensor | None) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = put_first(score_BTK, token_BTK, forced_BS, path_BTs)
+        return found
 
 
 def _gumbel_noise(seed_B: Tensor, position_BT: Tensor, token_V: Tensor) -> Tensor:

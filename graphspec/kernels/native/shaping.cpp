@@ -1,38 +1,23 @@
-// Penalties and masks of logits, one row of a vocabulary at a time, and the small gathers next to them. The references define the fields; shaping.py
+// Penalties, biases and bans of logits, one row of a vocabulary at a time, and the small gathers next to them. The references define the fields; shaping.py
 // fills them.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <vector>
 
-#include "call.h"
+#include "row_program.h"
 #include "simd.h"
-#include "team.h"
 
 namespace {
 
-constexpr int64_t PARALLEL_FROM = 1 << 14;  // logits below which a second thread costs more than it saves
+constexpr int64_t UNITS = 4;  // of work for each logit
 
-// Rows of logits that are shaped independently of each other.
-template <class Call>
-class ShapedRows final : public graphspec::Program {
- public:
-  explicit ShapedRows(const Call& call) : c_(call) {}
-  int phases() const override { return 1; }
-  int chunks(int) const override { return static_cast<int>(c_.lanes * c_.tokens); }
-  int64_t size() const override { return c_.lanes * c_.tokens * c_.columns; }
-  void work(int, int row) override { c_.shape(row, row / c_.tokens, c_.logits + row * c_.columns, c_.out + row * c_.columns); }
-
- private:
-  const Call& c_;
-};
-
-template <class Call>
-void shape_rows(const char* fields, int threads) {
-  const Call call = graphspec::call_of<Call>(fields);
-  ShapedRows<Call> program(call);
-  graphspec::run(program, program.size() >= PARALLEL_FROM ? threads : 1);
+// What is not finite stays, so that it is still found to be none of the bans'.
+void ban(float& logit) {
+  if (std::abs(logit) <= std::numeric_limits<float>::max()) logit = -std::numeric_limits<float>::infinity();
 }
 
 struct Penalise {
@@ -45,11 +30,15 @@ struct Penalise {
   const int64_t *path, *target;  // or null
   int64_t lanes, tokens, columns, vocab, width;
 
-  void shape(int64_t row, int64_t lane, const float* x, float* to) const {
-    const int64_t from = lane_row[lane];
+  int64_t rows() const { return lanes * tokens; }
+  int64_t units() const { return rows() * columns * UNITS; }
+  void row(int64_t r) const {
+    const float* x = logits + r * columns;
+    float* to = out + r * columns;
+    const int64_t from = lane_row[r / tokens];
     const int32_t* counts = count + from * vocab;
     const int8_t* prompt = seen + from * vocab;
-    const int64_t* way = path == nullptr ? nullptr : path + row * width;
+    const int64_t* way = path == nullptr ? nullptr : path + r * width;
     const float factor = repetition[from], often = frequency[from], once = presence[from];
     int64_t i = 0;
     if (target == nullptr) {
@@ -99,9 +88,13 @@ struct Mask {
   const int64_t* target;       // or null
   int64_t lanes, tokens, columns, allowed_bytes, mask_bytes;
 
-  void shape(int64_t row, int64_t lane, const float* x, float* to) const {
-    const char* of_row = allowed == nullptr ? nullptr : allowed + lane_row[lane] * allowed_bytes;
-    const char* of_node = mask == nullptr ? nullptr : mask + row * mask_bytes;
+  int64_t rows() const { return lanes * tokens; }
+  int64_t units() const { return rows() * columns * UNITS; }
+  void row(int64_t r) const {
+    const float* x = logits + r * columns;
+    float* to = out + r * columns;
+    const char* of_row = allowed == nullptr ? nullptr : allowed + lane_row[r / tokens] * allowed_bytes;
+    const char* of_node = mask == nullptr ? nullptr : mask + r * mask_bytes;
     for (int64_t i = 0; i < columns; i += 8) {
       const int64_t size = columns - i < 8 ? columns - i : 8;
       int32_t bits = 0xff;
@@ -124,11 +117,109 @@ struct Mask {
   }
 };
 
+struct Bias {
+  float* out;
+  const float* logits;
+  const int64_t *lane_row, *id;
+  const float* value;
+  const int64_t *stop, *stop_from, *position, *target;  // target: or null
+  int64_t lanes, tokens, columns, ids, stops, positions, vocab;
+
+  int64_t rows() const { return lanes * tokens; }
+  int64_t units() const { return rows() * columns * UNITS; }
+  void row(int64_t r) const {
+    const float* x = logits + r * columns;
+    float* to = out + r * columns;
+    const int64_t from = lane_row[r / tokens], at = r / tokens * positions + (positions == 1 ? 0 : r % tokens);
+    const int64_t *ids_of = id + from * ids, *stops_of = stop + from * stops, banned = position[at] < stop_from[from] ? stops : 0;
+    const float* values = value + from * ids;
+    if (target == nullptr) {
+      std::memcpy(to, x, columns * sizeof(float));
+      for (int64_t i = 0; i < ids; ++i)
+        if (ids_of[i] >= 0) to[ids_of[i]] += values[i];
+      for (int64_t i = 0; i < banned; ++i)
+        if (stops_of[i] >= 0) ban(to[stops_of[i]]);
+      return;
+    }
+    // By target id; zero outside this function.
+    static thread_local std::vector<float> added;
+    static thread_local std::vector<uint8_t> stopped;
+    added.resize(std::max<size_t>(added.size(), vocab)), stopped.resize(std::max<size_t>(stopped.size(), vocab));
+    for (int64_t i = 0; i < ids; ++i)
+      if (ids_of[i] >= 0) added[ids_of[i]] = values[i];
+    for (int64_t i = 0; i < banned; ++i)
+      if (stops_of[i] >= 0) stopped[stops_of[i]] = 1;
+    for (int64_t i = 0; i < columns; ++i) {
+      to[i] = x[i] + added[target[i]];
+      if (stopped[target[i]]) ban(to[i]);
+    }
+    for (int64_t i = 0; i < ids; ++i)
+      if (ids_of[i] >= 0) added[ids_of[i]] = 0;
+    for (int64_t i = 0; i < banned; ++i)
+      if (stops_of[i] >= 0) stopped[stops_of[i]] = 0;
+  }
+};
+
+struct Words {
+  float* out;
+  const float* logits;
+  const int64_t *lane_row, *word, *before;
+  int64_t lanes, tokens, columns, words, length;
+
+  int64_t rows() const { return lanes * tokens; }
+  int64_t units() const { return rows() * columns * UNITS; }
+  void row(int64_t r) const {
+    float* to = out + r * columns;
+    const int64_t* context = before + r * (length - 1);
+    std::memcpy(to, logits + r * columns, columns * sizeof(float));
+    for (int64_t w = 0; w < words; ++w) {
+      const int64_t* tokens_of = word + (lane_row[r / tokens] * words + w) * length;
+      bool hit = tokens_of[length - 1] >= 0;
+      for (int64_t j = 0; j + 1 < length && hit; ++j) hit = tokens_of[j] < 0 || tokens_of[j] == context[j];
+      if (hit) ban(to[tokens_of[length - 1]]);
+    }
+  }
+};
+
 struct Paths {
   int64_t* out;
   const int64_t *token, *ancestors;
   int64_t lanes, nodes, words;
 };
+
+struct PutFirst {
+  float* score_out;
+  int64_t* token_out;
+  const float* score;
+  const int64_t *token, *forced, *path;
+  int64_t lanes, tokens, topk, depth, drafted;  // drafted: tokens on the way to a row; -1: row t has depth t + 1
+};
+
+void put_first(const PutFirst& c) {
+  for (int64_t r = 0; r < c.lanes * c.tokens; ++r) {
+    const int64_t* run = c.forced + r / c.tokens * c.depth;
+    bool on_way = true;
+    for (int64_t d = 0; d < c.drafted; ++d) on_way &= c.path[r * c.drafted + d] == run[d];
+    const int64_t forced = on_way ? run[c.drafted < 0 ? r % c.tokens : c.drafted] : -1;
+    const float* score = c.score + r * c.topk;
+    const int64_t* token = c.token + r * c.topk;
+    float* score_out = c.score_out + r * c.topk;
+    int64_t* token_out = c.token_out + r * c.topk;
+    if (forced < 0) {
+      std::copy_n(score, c.topk, score_out);
+      std::copy_n(token, c.topk, token_out);
+      continue;
+    }
+    const int64_t room = std::min<int64_t>(std::find(token, token + c.topk, forced) - token, c.topk - 1);
+    score_out[0] = 0.0f;
+    token_out[0] = forced;
+    for (int64_t k = 1; k < c.topk; ++k) {
+      const int64_t from = k <= room ? k - 1 : k;
+      score_out[k] = score[from];
+      token_out[k] = token[from];
+    }
+  }
+}
 
 struct Rows {
   char* out;
@@ -141,9 +232,13 @@ struct Rows {
 
 extern "C" {
 
-void graphspec_penalise(const char* fields, int threads) { shape_rows<Penalise>(fields, threads); }
+void graphspec_penalise(const char* fields, int threads) { graphspec::run_rows<Penalise>(fields, threads); }
 
-void graphspec_mask_tokens(const char* fields, int threads) { shape_rows<Mask>(fields, threads); }
+void graphspec_mask_tokens(const char* fields, int threads) { graphspec::run_rows<Mask>(fields, threads); }
+
+void graphspec_bias_logits(const char* fields, int threads) { graphspec::run_rows<Bias>(fields, threads); }
+
+void graphspec_ban_words(const char* fields, int threads) { graphspec::run_rows<Words>(fields, threads); }
 
 void graphspec_node_paths(const char* fields, int) {
   const Paths c = graphspec::call_of<Paths>(fields);
@@ -155,6 +250,8 @@ void graphspec_node_paths(const char* fields, int) {
         to[m] = m > 0 && (static_cast<uint64_t>(words[m / 64]) >> m % 64 & 1) ? c.token[b * c.nodes + m] : -1;
     }
 }
+
+void graphspec_put_first(const char* fields, int) { put_first(graphspec::call_of<PutFirst>(fields)); }
 
 void graphspec_take_rows(const char* fields, int) {
   const Rows c = graphspec::call_of<Rows>(fields);

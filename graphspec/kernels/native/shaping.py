@@ -1,11 +1,11 @@
-"""Penalties and masks of logits in C++; contracts are next to the references, in :mod:`..sampling`."""
+"""Penalties, biases and bans of logits, and small gathers, in C++; contracts are next to the references, in :mod:`..sampling`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..groups import Penalties
+from ..groups import Biases, Penalties
 from . import define_op, implement
 from .call import call, dense, require, require_slots
 
@@ -35,6 +35,27 @@ def _mask_tokens(
     return out
 
 
+def _bias_logits(
+    logits_BTV: Tensor, lane_row_B: Tensor, biases: Biases, position_BT: Tensor, target_token_Vd: Tensor | None, vocab_size: int
+) -> Tensor:
+    require("logits", logits_BTV, torch.float32)
+    require_slots(*biases)
+    out = _shape(logits_BTV)
+    read = (dense(position_BT), None if target_token_Vd is None else dense(target_token_Vd))
+    sizes = (*out.shape, biases.bias_id_RI.shape[1], biases.stop_id_RE.shape[1], position_BT.shape[1], vocab_size)
+    call("bias_logits", (out, dense(logits_BTV), dense(lane_row_B), *biases, *read), *sizes)
+    return out
+
+
+def _ban_words(logits_BTV: Tensor, lane_row_B: Tensor, bad_word_RBwBt: Tensor, before_BTt: Tensor) -> Tensor:
+    require("logits", logits_BTV, torch.float32)
+    require_slots(bad_word_RBwBt)
+    out = _shape(logits_BTV)
+    read = map(dense, (logits_BTV, lane_row_B))
+    call("ban_words", (out, *read, bad_word_RBwBt, dense(before_BTt)), *out.shape, *bad_word_RBwBt.shape[1:])
+    return out
+
+
 def _shape(logits: Tensor, *_: object) -> Tensor:
     return logits.new_empty(logits.shape)
 
@@ -60,9 +81,24 @@ def _rows_shape(x: Tensor, row: Tensor) -> Tensor:
     return x.new_empty((*row.shape, *x.shape[1:]))
 
 
+def _put_first(score_BTK: Tensor, token_BTK: Tensor, forced_BS: Tensor, path_BTs: Tensor | None) -> tuple[Tensor, Tensor]:
+    out = _first_shape(score_BTK, token_BTK)
+    drafted = -1 if path_BTs is None else path_BTs.shape[2]
+    read = (None if x is None else dense(x) for x in (score_BTK, token_BTK, forced_BS, path_BTs))
+    call("put_first", (*out, *read), *score_BTK.shape, forced_BS.shape[1], drafted)
+    return out
+
+
+def _first_shape(score: Tensor, token: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return score.new_empty(score.shape), token.new_empty(token.shape)
+
+
 penalise = implement("penalise", _penalise, _shape)
 """The op of this name in C++, as below."""
 mask_tokens = implement("mask_tokens", _mask_tokens, _shape)
+bias_logits = implement("bias_logits", _bias_logits, _shape)
+ban_words = implement("ban_words", _ban_words, _shape)
 node_paths = define_op("node_paths", _node_paths, _paths_shape)
 """:meth:`graphspec.kernels.registry.KernelSet.node_paths` in C++, as below."""
 take_rows = define_op("take_rows", _take_rows, _rows_shape)
+put_first = define_op("put_first", _put_first, _first_shape)

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "call.h"
@@ -117,6 +118,69 @@ void draft_window(const WindowCall& c) {
         std::copy_n(feature, c.features, c.feature + at * c.features);
       else
         std::fill_n(c.feature + at * c.features, c.features, 0.0f);
+    }
+  }
+}
+
+struct AppendMasks {
+  int64_t* token;
+  uint8_t* valid;
+  int64_t *slot, *position, *ancestors;
+  float* feature;
+  int64_t* row;
+  uint8_t* proposing;
+  int64_t* next;
+  const int64_t* window_token;
+  const float* window_feature;
+  const int64_t *begin, *known;
+  const float* mask_feature;
+  int64_t lanes, width, features, mask_token, masks, shift, words;
+};
+
+void append_masks(const AppendMasks& c) {
+  const int64_t entries = c.width + c.masks;
+  for (int64_t b = 0; b < c.lanes; ++b) {
+    const int64_t known = c.known[b], count = known > 0 ? known + c.masks : 0;
+    for (int64_t u = 0; u < entries; ++u) {
+      const int64_t at = b * entries + u, from = b * c.width + u;
+      const bool valid = u < count, mask = valid && u >= known;
+      c.token[at] = mask ? c.mask_token : u < c.width ? c.window_token[from] : -1;
+      c.valid[at] = valid;
+      c.slot[at] = c.begin[b] + u;
+      c.position[at] = c.begin[b] + u - c.shift;
+      for (int64_t x = 0; x < c.words; ++x) c.ancestors[at * c.words + x] = valid ? causal_word(u, x) : 0;
+      float* feature = c.feature + at * c.features;
+      if (mask || u < c.width)
+        std::copy_n(mask ? c.mask_feature : c.window_feature + from * c.features, c.features, feature);
+      else
+        std::fill_n(feature, c.features, 0.0f);
+    }
+    for (int64_t s = 0; s <= c.masks; ++s) {
+      const int64_t at = b * (c.masks + 1) + s;
+      c.row[at] = std::max<int64_t>(known - 1, 0) + s;
+      c.proposing[at] = known > 0;
+      c.next[at] = c.begin[b] + c.row[at] + 1;
+    }
+  }
+}
+
+struct HostTree {
+  const int64_t *mail, *lane_row, *status;
+  float* score;
+  int64_t *token, *parent;
+  int64_t trees_at, capacity, lanes, nodes;
+};
+
+void host_tree(const HostTree& c) {
+  for (int64_t b = 0; b < c.lanes; ++b) {
+    const int64_t* token = c.mail + c.trees_at + 2 * c.capacity * b;
+    const bool live = c.status[c.lane_row[b]] == LIVE;
+    for (int64_t m = 0; m < c.nodes; ++m) {
+      const int64_t at = b * c.nodes + m;
+      const bool used = live && token[m] >= 0;
+      c.score[at] = used ? 0.0f : -std::numeric_limits<float>::infinity();
+      c.token[at] = used ? token[m] : -1;
+      c.parent[at] = used ? token[c.capacity + m] : -1;
     }
   }
 }
@@ -334,6 +398,46 @@ void commit(const Commit& c, int64_t b, int64_t* ring) {
   c.status[row] = c.outcome[b];
 }
 
+struct Contexts {
+  int64_t* out;
+  const int64_t *recent, *lane_row, *token, *parent;
+  int64_t lanes, nodes, width;
+};
+
+void node_contexts(const Contexts& c) {
+  for (int64_t b = 0; b < c.lanes; ++b) {
+    const int64_t *recent = c.recent + c.lane_row[b] * c.width, *token = c.token + b * c.nodes, *parent = c.parent + b * c.nodes;
+    for (int64_t n = 0; n < c.nodes; ++n) {
+      const int64_t newest = (b * c.nodes + n + 1) * (c.width - 1) - 1;
+      int64_t node = n, place = c.width - 1;  // place: of the row's recent tokens, once the node is the root
+      for (int64_t i = 0; i + 1 < c.width; ++i) {
+        c.out[newest - i] = node > 0 ? token[node] : recent[place];
+        if (node > 0)
+          node = std::max<int64_t>(parent[node], 0);
+        else
+          place = std::max<int64_t>(place - 1, 0);
+      }
+    }
+  }
+}
+
+struct NoteTokens {
+  const int64_t *token, *path, *count, *lane_row;  // path: or null
+  int64_t* recent;
+  int64_t lanes, nodes, length, width;
+};
+
+void note_tokens(const NoteTokens& c) {
+  for (int64_t b = 0; b < c.lanes; ++b) {
+    int64_t* recent = c.recent + c.lane_row[b] * c.width;
+    const int64_t count = c.count[b];
+    for (int64_t i = 0; i < c.width; ++i) {
+      const int64_t from = i + count, appended = from - c.width;
+      recent[i] = appended < 0 ? recent[from] : c.token[b * c.nodes + (c.path == nullptr ? appended : c.path[b * c.length + appended])];
+    }
+  }
+}
+
 struct Positions {
   int64_t* out;
   const int64_t *lane_row, *seq_len, *depth;
@@ -347,6 +451,10 @@ extern "C" {
 void graphspec_mail_apply(const char* fields, int) { mail_apply(graphspec::call_of<Mail>(fields)); }
 
 void graphspec_draft_window(const char* fields, int) { draft_window(graphspec::call_of<WindowCall>(fields)); }
+
+void graphspec_append_masks(const char* fields, int) { append_masks(graphspec::call_of<AppendMasks>(fields)); }
+
+void graphspec_host_tree(const char* fields, int) { host_tree(graphspec::call_of<HostTree>(fields)); }
 
 void graphspec_take_last(const char* fields, int) { take_last(graphspec::call_of<Last>(fields)); }
 
@@ -369,6 +477,10 @@ void graphspec_commit_rows(const char* fields, int) {
   ++*c.cycle;
   for (int64_t b = 0; b < c.lanes; ++b) commit(c, b, slot + b * (2 + c.width));
 }
+
+void graphspec_node_contexts(const char* fields, int) { node_contexts(graphspec::call_of<Contexts>(fields)); }
+
+void graphspec_note_tokens(const char* fields, int) { note_tokens(graphspec::call_of<NoteTokens>(fields)); }
 
 void graphspec_positions(const char* fields, int) {
   const Positions c = graphspec::call_of<Positions>(fields);

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..groups import Penalties
 from ..op import Int64, kernel_op
+from .bias_logits import columns
 
 
 @kernel_op(native="native.shaping", fused=None)
@@ -46,8 +47,3 @@ def penalise(logits_BTV: Tensor, lane_row_B: Int64, penalties: Penalties, path_B
     logits_BTV = torch.where(seen_BTV | put_out_BTV, repeated_BTV, logits_BTV)
     logits_BTV = logits_BTV - frequency_B11 * count_BTV.to(logits_BTV.dtype)
     return logits_BTV - presence_B11 * put_out_BTV.to(logits_BTV.dtype)
-
-
-def columns(token: Tensor, vocab_size: int) -> Tensor:
-    """Where to scatter tokens of a vocabulary: negative ids go to an extra last column."""
-    return torch.where(token < 0, vocab_size, token)

@@ -79,6 +79,51 @@ def mask_tokens(generator: Generator) -> list[Case]:
     ]
 
 
+def bias_logits(generator: Generator) -> list[Case]:
+    def case(lanes: int, rows: int, columns: int, vocab: int, ids: int, stops: int, positions: int) -> Case:
+        slots = lanes + 2
+
+        def distinct(count: int) -> torch.Tensor:
+            chosen = torch.stack([torch.randperm(vocab, generator=generator)[:count] for _ in range(slots)])
+            return torch.nn.functional.pad(chosen, (0, 2), value=-1)
+
+        position = torch.randint(0, 9, (lanes, positions), generator=generator)
+        return {
+            "logits_BTV": _logits(generator, lanes, rows, columns),
+            "lane_row_B": torch.randperm(slots, generator=generator)[:lanes],
+            "bias_id_RI": distinct(ids),
+            "bias_value_RI": torch.randn(slots, ids + 2, generator=generator).mul(3),
+            "stop_id_RE": distinct(stops),
+            "stop_from_R": torch.randint(0, 9, (slots,), generator=generator),
+            "position_BT": position,
+            "target_token_Vd": _mapping(generator, columns, vocab),
+            "vocab_size": vocab,
+        }
+
+    return [
+        case(1, 1, 1, 1, 1, 1, 1),
+        case(3, 2, 37, 37, 5, 2, 2),
+        case(2, 3, 13, 37, 9, 3, 1),
+        case(4, 2, 8192, 8192, 300, 4, 2),
+        case(2, 2, 20, 130, 0, 5, 2),
+    ]
+
+
+def ban_words(generator: Generator) -> list[Case]:
+    def case(lanes: int, rows: int, vocab: int, words: int, length: int) -> Case:
+        slots, few = lanes + 2, min(vocab, 3)
+        word = torch.randint(0, few, (slots, words, length), generator=generator)
+        begin = torch.randint(0, length + 1, (slots, words, 1), generator=generator)
+        return {
+            "logits_BTV": _logits(generator, lanes, rows, vocab),
+            "lane_row_B": torch.randperm(slots, generator=generator)[:lanes],
+            "bad_word_RBwBt": word.masked_fill(torch.arange(length) < begin, -1),
+            "before_BTt": torch.randint(-1, few, (lanes, rows, length - 1), generator=generator),
+        }
+
+    return [case(1, 1, 1, 1, 1), case(3, 2, 37, 4, 3), case(2, 5, 130, 9, 2), case(4, 2, 8192, 3, 4)]
+
+
 def gumbel_noise(generator: Generator) -> list[Case]:
     def case(lanes: int, tokens: int, vocab: int) -> Case:
         limit = 2**62

@@ -221,6 +221,81 @@ def draft_window(generator: Generator) -> list[Case]:
     ]
 
 
+def node_contexts(generator: Generator) -> list[Case]:
+    def case(lanes: int, nodes: int, width: int) -> Case:
+        rows = lanes + 2
+        parent = torch.stack(
+            [torch.tensor([-1, *(int(torch.randint(0, n, (1,), generator=generator)) for n in range(1, nodes))]) for _ in range(lanes)]
+        )
+        parent[-1, nodes - 1] = -1
+        return {
+            "recent_token_RBt": torch.randint(-1, 99, (rows, width), generator=generator),
+            "lane_row_B": torch.randperm(rows, generator=generator)[:lanes],
+            "node_token_BN": torch.randint(-1, 99, (lanes, nodes), generator=generator),
+            "node_parent_BN": parent,
+        }
+
+    return [case(1, 1, 1), case(3, 9, 4), case(2, 5, 7), case(4, 17, 2), case(2, 3, 1)]
+
+
+def note_tokens(generator: Generator) -> list[Case]:
+    def case(lanes: int, nodes: int, length: int | None, width: int) -> Case:
+        rows, most = lanes + 2, nodes if length is None else length
+        return {
+            "token_BN": torch.randint(0, 99, (lanes, nodes), generator=generator),
+            "path_BA": None if length is None else torch.randint(0, nodes, (lanes, length), generator=generator),
+            "count_B": torch.randint(0, most + 1, (lanes,), generator=generator),
+            "lane_row_B": torch.randperm(rows, generator=generator)[:lanes],
+            "recent_token_RBt": torch.randint(-1, 99, (rows, width), generator=generator),
+        }
+
+    return [case(1, 1, None, 1), case(3, 9, 4, 3), case(4, 5, 5, 9), case(2, 3, None, 2)]
+
+
+def append_masks(generator: Generator) -> list[Case]:
+    def case(lanes: int, width: int, features: int, masks: int, shift: int, num_words: int) -> Case:
+        known = torch.randint(0, width + 1, (lanes,), generator=generator)
+        known[0] = width
+        unknown = torch.arange(width) >= known[:, None]
+        return {
+            "token_BA": torch.randint(0, 99, (lanes, width), generator=generator).masked_fill(unknown, -1),
+            "feature_BAF": torch.randn(lanes, width, features, generator=generator).masked_fill(unknown[..., None], 0),
+            "begin_B": torch.randint(-3, 2**40, (lanes,), generator=generator),
+            "known_B": known,
+            "mask_feature_F": torch.randn(features, generator=generator),
+            "mask_token": 101,
+            "masks": masks,
+            "shift": shift,
+            "num_words": num_words,
+        }
+
+    return [case(1, 1, 1, 0, 1, 1), case(4, 6, 37, 3, 1, 1), case(3, 60, 5, 7, 0, 2), case(2, 3, 130, 1, 0, 1)]
+
+
+def host_tree(generator: Generator) -> list[Case]:
+    def case(lanes: int, nodes: int, capacity: int, trees_at: int) -> Case:
+        rows, entries = lanes + 2, torch.arange(capacity)
+        trees = torch.stack(
+            (torch.randint(-1, 9, (lanes, capacity), generator=generator), (entries - 2).clamp(min=-1).expand(lanes, -1)), 1
+        )
+        mail = torch.randint(-(2**62), 2**62, (trees_at + lanes * 2 * capacity + 5,), generator=generator)
+        mail[trees_at : trees_at + lanes * 2 * capacity] = trees.flatten()
+        status = torch.randint(0, 2, (rows,), generator=generator)
+        status[0] = LIVE
+        return {
+            "mail": mail,
+            "trees_at": trees_at,
+            "capacity": capacity,
+            "lane_row_B": torch.randperm(rows, generator=generator)[:lanes],
+            "status_R": status,
+            "candidate_score_BM": torch.full((lanes, nodes), torch.nan),
+            "candidate_token_BM": torch.zeros(lanes, nodes, dtype=torch.int64),
+            "candidate_parent_BM": torch.zeros(lanes, nodes, dtype=torch.int64),
+        }
+
+    return [case(1, 1, 1, 0), case(4, 7, 7, 12), case(3, 2, 9, 3)]
+
+
 def mail_apply(generator: Generator) -> list[Case]:
     def integers(minimum: int, maximum: int, *shape: int) -> Tensor:
         return torch.randint(minimum, maximum, shape, generator=generator)
