@@ -86,16 +86,104 @@ def _scale(norm: RMSNorm | None) -> Tensor | None:
     return None if norm is None else norm.scale()
 
 
-def _product(linear: Linear) -> stack.Product:
+def _product(linear: Linear, rows: slice = slice(None)) -> stack.Product:
+    """``rows``: of the weight; by default all of them."""
     from ..kernels.native.stack import Product
 
-    assert linear.weight is not None, "layers that are not packed yet"
-    if isinstance(linear.weight, PackedWeight):
-        return Product(linear.weight.float_segments, linear.bias, linear.stored, linear.weight.activations)
-    return Product(linear.weight, linear.bias, linear.stored, linear.activations)
+    weight, bias = linear.weight, None if linear.bias is None else linear.bias[rows]
+    assert weight is not None, "layers that are not packed yet"
+    if isinstance(weight, PackedWeight):
+        taken = weight if rows == slice(None) else weight.take(torch.arange(weight.shape[0], device="cpu")[rows])
+        return Product(taken.float_segments, bias, linear.stored, weight.activations)
+    return Product(weight[rows], bias, linear.stored, linear.activations)
 
 
-class DecoderStack(nn.Module):
+class _Packed(nn.Module):
+    """Layers in one tensor, with their plan in another: :func:`graphspec.kernels.native.stack.pack_stack`."""
+
+    weights: Tensor
+    plan: Tensor
+
+    def __init__(
+        self, shape: stack.StackShape, layers: Sequence[stack.Layer], final_norm: RMSNorm | None = None, last_tap: int | None = None
+    ) -> None:
+        super().__init__()
+        from ..kernels.native.stack import decode, pack_stack
+
+        for name, tensor in zip(("weights", "plan"), pack_stack(shape, layers, _scale(final_norm), last_tap), strict=True):
+            self.register_buffer(name, tensor, persistent=False)
+        self.count = len(layers)
+        self._decode: Callable[..., tuple[Tensor, Tensor]] = decode
+
+    def _run(
+        self,
+        residual_BTH: Tensor,
+        rotation: Rotation,
+        attention: Attention,
+        entering_BTE: Tensor | None,
+        how: tuple[int, int, int, bool, bool],
+    ) -> tuple[Tensor, Tensor]:
+        paged = cast("PagedAttention", attention)
+        return self._decode(
+            residual_BTH, entering_BTE, paged.kv_pool, self.weights, self.plan, *rotation, paged.table_BP, paged.slot_BT, paged.valid_BT,
+            paged.position_BT, *paged.visibility(), *how,
+        )  # fmt: skip
+
+
+class KeyValueStack(_Packed):
+    """Keys and values of several layers as one op, from one input and with one projection, whose weight it takes over.
+
+    Args:
+        projection: keys of the first layer, its values, keys of the next layer and so on; float32, on the CPU. :meth:`obstacle` has
+            returned None for it.
+        input_norm: of the input.
+        attentions: of these layers, for their places in the pool and the norms of their keys.
+        rotary_dim: rotated part of a head.
+    """
+
+    def __init__(self, projection: Linear, input_norm: RMSNorm, attentions: Sequence[SelfAttention], rotary_dim: int) -> None:
+        from ..kernels.native.stack import Layer, StackShape
+
+        assert all(own.k_norm is None or own.k_norm.eps == input_norm.eps for own in attentions), "one epsilon"
+        dim = attentions[0].head_dim
+        shape = StackShape(0, projection.parts[0] // dim, dim, rotary_dim, False, False, input_norm.eps, attentions[0].scale)
+        layers = [
+            Layer(
+                input_norm=_scale(input_norm),
+                qkv=product,
+                query_norm=None,
+                key_norm=_scale(own.k_norm),
+                out=None,
+                mlp_norm=None,
+                gate_up=None,
+                down=None,
+                window=None,
+                kv_layer=own.layer,
+                rope_rows=own.rope_rows,
+            )
+            for own, product in zip(attentions, self._products(projection), strict=True)
+        ]
+        super().__init__(shape, layers)
+        projection.weight = None
+
+    @staticmethod
+    def _products(projection: Linear) -> list[stack.Product]:
+        key = projection.parts[0]
+        return [_product(projection, slice(at, at + 2 * key)) for at in range(0, sum(projection.parts), 2 * key)]
+
+    @classmethod
+    def obstacle(cls, projection: Linear) -> str | None:
+        """Why the layers can't be one op, in a few words; None: they can."""
+        from ..kernels.native.stack import stacking_obstacle
+
+        return stacking_obstacle(*cls._products(projection))
+
+    def forward(self, hidden_BTH: Tensor, rotation: Rotation, attention: Attention) -> None:
+        """Write the KV of all layers; the input is un-normed."""
+        self._run(hidden_BTH, rotation, attention, None, (0, self.count, 0, False, True))
+
+
+class DecoderStack(_Packed):
     """Layers of a network as one op, see :mod:`graphspec.kernels.native.stack`. It takes over the weights of their projections.
 
     Args:
@@ -104,6 +192,7 @@ class DecoderStack(nn.Module):
         rotary_dim: rotated part of a head.
         final_norm: after the last layer; None: there is none.
         tap_layers: layers whose input residual streams are features; the number of layers: the last one's output, un-normed.
+        whole: of each layer, whether the tokens of a tree all see what its last one sees; empty: in none.
     """
 
     def __init__(
@@ -113,8 +202,8 @@ class DecoderStack(nn.Module):
         rotary_dim: int,
         final_norm: RMSNorm | None = None,
         tap_layers: Sequence[int] = (),
+        whole: Sequence[bool] = (),
     ) -> None:
-        super().__init__()
         from ..kernels.native import stack
 
         attentions, mlps = [cast("SelfAttention", layer.self_attn) for layer in layers], [cast("MLP", layer.mlp) for layer in layers]
@@ -143,18 +232,14 @@ class DecoderStack(nn.Module):
                 down_norm=_scale(down_norm),
                 rope_rows=attention.rope_rows,
                 sink_Q=attention.weighing().sink_Q,
+                whole=index < len(whole) and whole[index],
             )
             for index, (norm, attention, mlp, (mlp_norm, out_norm, down_norm)) in enumerate(
                 zip(input_norms, attentions, mlps, map(_norms, layers), strict=True)
             )
         ]
-        self.weights: Tensor
-        self.plan: Tensor
-        last_tap = taps.index(len(layers)) if len(layers) in taps else None
-        for name, tensor in zip(("weights", "plan"), stack.pack_stack(shape, described, _scale(final_norm), last_tap), strict=True):
-            self.register_buffer(name, tensor, persistent=False)
-        self.taps, self.count = len(taps), len(layers)
-        self._decode: Callable[..., tuple[Tensor, Tensor]] = stack.decode
+        super().__init__(shape, described, final_norm, taps.index(len(layers)) if len(layers) in taps else None)
+        self.taps = len(taps)
         for attention, mlp in zip(attentions, mlps, strict=True):
             for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
                 linear.weight = None
@@ -183,20 +268,6 @@ class DecoderStack(nn.Module):
         """Write the KV that a call writes, of all layers or of layer ``index`` only, without computing its result."""
         layers = (0, self.count) if index is None else (index, index + 1)
         self._run(residual_BTH, rotation, attention, entering_BTE, (*layers, 0, False, True))
-
-    def _run(
-        self,
-        residual_BTH: Tensor,
-        rotation: Rotation,
-        attention: Attention,
-        entering_BTE: Tensor | None,
-        how: tuple[int, int, int, bool, bool],
-    ) -> tuple[Tensor, Tensor]:
-        paged = cast("PagedAttention", attention)
-        return self._decode(
-            residual_BTH, entering_BTE, paged.kv_pool, self.weights, self.plan, *rotation, paged.table_BP, paged.slot_BT, paged.valid_BT,
-            paged.position_BT, *paged.visibility(), *how,
-        )  # fmt: skip
 
 
 class DraftInput(nn.Module):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +15,7 @@ from graphspec.api.llm import LLM, SamplingParams, generate_through
 from graphspec.drafters.dflash.facts import default_layers, read_dflash_facts
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.facts import read_model_facts
+from graphspec.models.quantise import quantise
 from tests.support.checkpoints import VOCAB_SIZE, eagle3_tensors, edit_json, edit_tensors, publish_eagle3
 from tests.support.eagle_reference import project, rms, rotate
 from tests.support.engines import SMALL, Pair, prompts
@@ -33,9 +36,9 @@ from tests.support.parallel_checkpoints import (
 )
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor
+
+DEMO = Path(str(files("graphspec"))) / "demo"
 
 # causal layers, sliding layers, whether rows look one position ahead
 KINDS: dict[str, tuple[tuple[bool, ...], tuple[bool, ...], bool]] = {
@@ -98,10 +101,15 @@ def marginals(pair: Pair, name: str, raw: dict[str, Tensor], tokens: list[int], 
 @torch.no_grad()
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("length", [2, 9, 21])
-def test_the_tree_is_that_of_the_equations(pair: Pair, drafts: Any, name: str, length: int) -> None:
-    """Prompts shorter than a chunk, on its border, over several chunks. Taps or slots that are off by one would show."""
+@pytest.mark.parametrize("runtime", ["eager", "compiled"])
+def test_the_tree_is_that_of_the_equations(pair: Pair, drafts: Any, name: str, length: int, runtime: str) -> None:
+    """Prompts shorter than a chunk, on its border, over several chunks. Taps or slots that are off by one would show.
+
+    Compiled, layers and the context's keys and values are one native op each.
+    """
     draft, raw = drafts[name], drafts[name].tensors
-    llm = draft.llm(pair, page_size=4, num_steps=5, topk=15, num_draft_tokens=16)  # no level is wider
+    llm = draft.llm(pair, page_size=4, num_steps=5, topk=15, num_draft_tokens=16, runtime=runtime)  # no level is wider
+    assert (llm.decoders["draft"] == "one native op per pass") == (runtime == "compiled"), llm.decoders
     prompt = prompts(1, (length,), VOCAB_SIZE, seed=length)[0]
     tree = llm.draft_tree(prompt)
     known = [*prompt, tree.token_N[0]]
@@ -222,3 +230,15 @@ def test_a_head_of_another_variant_is_called_a_block_drafter(pair: Pair, drafts:
     save_file(drafts["dflash"].tensors, draft / "model.safetensors")
     with pytest.raises(CheckpointError, match="this looks like a block drafter: variant=dflash"):
         LLM(pair.target, variant="eagle3", draft=draft, **SMALL)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+def test_a_native_block_drafts_as_one_that_runs_op_by_op(tmp_path: Path, kv_dtype: str) -> None:
+    """The demo's own draft in codes of 8 bits, which the projection of its context has too."""
+    keys = {"num_steps": 4, "topk": 4, "num_draft_tokens": 16, "draft_activations": "full", "kv_dtype": kv_dtype}
+    quantise(DEMO / "dflash", tmp_path / "out", "int8", ["layers", "fc"])
+    trees = []
+    for runtime in ("eager", "compiled"):
+        with LLM("demo", variant="dflash", draft=tmp_path / "out", **{**SMALL, **keys, "runtime": runtime}) as llm:
+            trees.append([llm.draft_tree("def fib(n):\n    if", cycles) for cycles in (1, 2, 5)])
+    assert trees[0] == trees[1]

@@ -40,8 +40,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "variant",
-    # For DFlash something is compiled, which takes most of a minute.
-    ["ngram", "ngram_trie", *(pytest.param(name, marks=pytest.mark.full if name == "dflash" else []) for name in NETWORKS)],
+    ["ngram", "ngram_trie", *NETWORKS],
 )
 def test_every_drafter_keeps_the_bits(family: Family, variant: str, shape: str) -> None:
     with family.llm(variant, **SHAPES[shape], page_size=1 if shape == "chain" else 64) as llm:

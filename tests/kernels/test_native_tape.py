@@ -223,7 +223,7 @@ FORMS: dict[str, dict[str, Any]] = {
 """What a cycle does without a region of the compiler."""
 
 
-@pytest.mark.parametrize("variant", ["none", "ngram", "ngram_trie", "eagle", "eagle3", "mtp", "standalone", "p_eagle"])
+@pytest.mark.parametrize("variant", ["none", "ngram", "ngram_trie", "eagle", "eagle3", "mtp", "standalone", "p_eagle", "dflash"])
 def test_a_cycle_of_any_form_of_sampling_is_one_tape(variant: str) -> None:
     """With a grammar it is one between any two steps of the host."""
     shape = {} if variant in ("none", "ngram_trie") else {"num_steps": 3, "topk": 3, "num_draft_tokens": 10}

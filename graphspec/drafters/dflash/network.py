@@ -15,6 +15,7 @@ from ...models.attention import HeadTransform
 from ...models.checkpoint import Checkpoint, Progress
 from ...models.decoder import DecoderLayer
 from ...models.layers import Embedding, Linear, RMSNorm, SelfAttention
+from ...models.stack import DecoderStack, KeyValueStack, packing_obstacle
 from ..heads.network import DraftNetwork
 from ..heads.tensors import check_kind, fill_head, read_vocab_map, settle_decoder
 
@@ -49,10 +50,19 @@ class DFlashDraft(DraftNetwork):
             self.context_proj.shard_rows(*[decoder.sharding.key_shard(decoder.head_dim)] * (2 * decoder.num_layers))
         self.layers = nn.ModuleList(DecoderLayer(decoder, layer) for layer in range(decoder.num_layers))
         self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
+        self.stack: DecoderStack | None = None
+        self.context_stack: KeyValueStack | None = None
 
     def pack_stack(self) -> str | None:
         """See :func:`graphspec.models.stack.pack_network`."""
-        return "a block whose layers see each other in two ways"
+        layers = cast("list[DecoderLayer]", list(self.layers))
+        if (reason := packing_obstacle(layers) or KeyValueStack.obstacle(self.context_proj)) is not None:
+            return reason
+        attentions = [cast("SelfAttention", layer.self_attn) for layer in layers]
+        self.context_stack = KeyValueStack(self.context_proj, self.hidden_norm, attentions, self.rotary.rotary_dim)
+        norms = [layer.input_layernorm for layer in layers]
+        self.stack = DecoderStack(layers, norms, self.rotary.rotary_dim, whole=[not causal for causal in self.facts.causal])
+        return None
 
     def fuse(self, feature_BTF: Tensor) -> Tensor:
         """``[B, T, H]`` from the target's tapped residual streams, un-normed: the input of the context's keys and values in all layers."""
@@ -62,7 +72,10 @@ class DFlashDraft(DraftNetwork):
     def write_kv(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention, step: int = 0) -> None:
         """Write keys and values of the context in every layer. They follow from the features alone; the tokens are not used."""
         del token_BT, step
-        rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
+        rotation = self.rotary.of(attention)
+        if self.context_stack is not None:
+            self.context_stack(hidden_BTH, rotation, attention)
+            return
         parts = (
             self.context_proj(hidden_BTH, self.hidden_norm)
             .unflatten(-1, (-1, self.facts.decoder.head_dim))
@@ -75,15 +88,17 @@ class DFlashDraft(DraftNetwork):
             # There are no queries here, but the op rotates some too: those of the first key head stand in.
             attention.write(layer, key_BTGD[:, :, :1], key_BTGD, value_BTGD, heads)
 
-    def block(self, token_BT: Tensor, position_BT: Tensor, full: Attention, causal: Attention) -> Hidden:
+    def block(self, token_BT: Tensor, full: Attention, causal: Attention) -> Hidden:
         """Un-normed hidden states ``[B, T, H]`` of a block, the anchor first, as the last layer returns them.
 
         Args:
             token_BT: int64.
-            position_BT: int64 RoPE positions.
-            full, causal: attention for layers in which rows see the whole block, and for those in which they see the rows before them.
+            full, causal: attention for layers in which rows see the whole block, and for those in which they see the rows before them. A
+                packed network needs the second only.
         """
-        rotation = self.rotary(position_BT, position_BT + 1)
+        rotation = self.rotary.of(causal)
+        if self.stack is not None:
+            return self.stack(self.embed_tokens(token_BT, causal.valid_BT), rotation, causal)[0]
         residual_BTH: Hidden = ResidualStream(self.embed_tokens(token_BT, full.valid_BT))
         for layer, is_causal in zip(self.layers, self.facts.causal, strict=True):
             residual_BTH = layer(residual_BTH, rotation, causal if is_causal else full)
@@ -92,7 +107,7 @@ class DFlashDraft(DraftNetwork):
     def forward(self, token_BT: Tensor, hidden_BTH: Tensor | None, attention: Attention, step: int = 0) -> Tensor:
         """A block with one attention for all layers, causal or not; see :meth:`block`."""
         del hidden_BTH, step
-        return hidden_of(self.block(token_BT, attention.position_BT, attention, attention))
+        return hidden_of(self.block(token_BT, attention, attention))
 
     def output_norm(self) -> RMSNorm | None:
         """The final norm."""

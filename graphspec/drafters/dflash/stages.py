@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
-
-import torch
 
 from ...graphs.stages.stage import Build, Stage
 from ...kernels.linear.linear import stream_rows
 from ...kernels.sampling.noise import computed_once
-from ...kernels.tree.tree_build import causal_words
 from ...plan.buffers import Views
 from ..heads.beams import MarginalStage
 from .network import DFlashDraft
@@ -34,23 +32,15 @@ class DFlash(MarginalStage):
         token_BA, valid_BA, slot_BA, position_BA, begin_B, words_BAX, known_B, next_B, feature_BAF = self.last_run(v)
         network.write_kv(token_BA, network.fuse(feature_BAF), self.attend(v, position_BA, valid_BA, slot_BA, begin_B, words_BAX))
 
-        row_T = torch.arange(rows, device=token_BA.device)
-        words = self.plan.num_words
-        live_B1 = known_B[:, None] > 0
-        root_B1 = token_BA.gather(1, (known_B - 1).clamp(min=0)[:, None])
-        # Computed once, not again in every layer that reads them; each from the one before, so that one kernel computes all.
-        slot_BT = computed_once(next_B[:, None] + row_T)
-        position_BT = computed_once(slot_BT - self.shift)
-        valid_BT = computed_once(live_B1 & (slot_BT >= 0))
-        token_BT = torch.where(valid_BT, torch.where(row_T == 0, root_B1, network.facts.mask_token_id), -1)
-        causal_TX = causal_words(rows, words, token_BA.device)
-        full, causal = (
-            self.attend(v, position_BT, valid_BT, slot_BT, next_B, computed_once(torch.where(valid_BT[..., None], seen_TX, 0)))
-            for seen_TX in (causal_TX[-1:].expand(rows, -1), causal_TX)
+        token_BT, valid_BT, slot_BT, position_BT, words_BTX, proposed_BS = self.kernels.mask_block(
+            token_BA, known_B, next_B, network.facts.mask_token_id, rows, steps, self.shift, self.plan.num_words
         )
-        block_BTH = network.block(token_BT, position_BT, full, causal)
+        block = partial(self.attend, v, position_BT, valid_BT, slot_BT, next_B)
+        causal = block(words_BTX)
+        # A stack knows which of its layers see the whole block.
+        full = causal if network.stack is not None else block(computed_once(words_BTX[:, -1:].expand_as(words_BTX).contiguous()))
+        block_BTH = network.block(token_BT, full, causal)
         first = 0 if network.facts.from_anchor else 1
-        proposed_BS = next_B[:, None] + torch.arange(steps, device=next_B.device)
         self.fill_pool(v, network.logits(stream_rows(block_BTH, first, first + steps)), proposed_BS)
 
 

@@ -13,7 +13,7 @@ from .network import PEagleDraft
 class PEagle(MarginalStage):
     """One causal pass over the window and S - 1 masks after it (P-EAGLE, arXiv 2602.01469).
 
-    A mask has the embedding of the mask token and the learned feature (:func:`~graphspec.kernels.tree.append_masks.append_masks`). The next
+    A mask has the embedding of the mask token and the learned feature (:func:`~graphspec.kernels.tree.masks.append_masks`). The next
     cycle overwrites the KV of masks before anything can see it.
     """
 

@@ -42,6 +42,7 @@ HEADERS = (
     "states.h",
     "team.h",
     "thresholds.h",
+    "words.h",
 )
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-pthread", "-shared", "-fPIC")
 KEY = "kernels.attention=native"

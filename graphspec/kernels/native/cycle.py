@@ -8,7 +8,7 @@ native op (:mod:`graphspec.models.stack`) call them in place of torch, and :clas
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from ..op import Written
 from ..registry import KernelSet
 from . import CODE, channels_of, code_of, define_op, implement, outputs_of
 from .call import bits, call, dense, require, require_slots
-from .shaping import node_paths, put_first, take_rows
+from .shaping import node_paths, take_rows
 
 
 def _top_rows(
@@ -182,31 +182,6 @@ def _window_shape(
     )  # fmt: skip
 
 
-def _append_masks(
-    token_BA: Tensor, feature_BAF: Tensor, begin_B: Tensor, known_B: Tensor, mask_feature_F: Tensor, mask_token: int, masks: int,
-    shift: int, num_words: int,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    require("feature", feature_BAF, torch.float32)
-    require("mask feature", mask_feature_F, torch.float32)
-    out = _masked_shape(token_BA, feature_BAF, masks, shift, num_words)
-    read = map(dense, (token_BA, feature_BAF, begin_B, known_B, mask_feature_F))
-    call("append_masks", (*out, *read), *feature_BAF.shape, mask_token, masks, shift, num_words)
-    return out
-
-
-def _masked_shape(token_BA: Tensor, feature_BAF: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    masks, _, num_words = rest[-3:]
-    lanes, entries, steps = token_BA.shape[0], token_BA.shape[1] + masks, masks + 1
-
-    def new(*shape: int, dtype: torch.dtype = _int64) -> Tensor:
-        return token_BA.new_empty((lanes, *shape), dtype=dtype)
-
-    return (
-        new(entries), new(entries, dtype=torch.bool), new(entries), new(entries), new(entries, num_words),
-        feature_BAF.new_empty(lanes, entries, feature_BAF.shape[2]), new(steps), new(steps, dtype=torch.bool), new(steps),
-    )  # fmt: skip
-
-
 def _take_last(hidden_BTH: Tensor, known_B: Tensor, out_BH: Tensor) -> None:
     require_slots(hidden_BTH, known_B, out_BH)
     lanes, entries, size = hidden_BTH.shape
@@ -310,7 +285,6 @@ def _commit_rows(
 mail_apply = implement("mail_apply", _mail_apply)
 """The op of this name in C++, as those below."""
 draft_window = implement("draft_window", _draft_window, _window_shape)
-append_masks = implement("append_masks", _append_masks, _masked_shape)
 take_last = implement("take_last", _take_last)
 chain_layout = implement("chain_layout", _chain_layout)
 verify_rows = implement("verify_rows", _verify_rows, _verify_shape)
@@ -436,10 +410,6 @@ class NativeKernels(KernelSet):
     def node_paths(self, token_BN: Tensor, ancestors_BNX: Tensor) -> Tensor:
         paths: Tensor = node_paths(token_BN, ancestors_BNX)
         return paths
-
-    def put_first(self, score_BTK: Tensor, token_BTK: Tensor, forced_BS: Tensor, path_BTs: Tensor | None) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = put_first(score_BTK, token_BTK, forced_BS, path_BTs)
-        return found
 
 
 def _gumbel_noise(seed_B: Tensor, position_BT: Tensor, token_V: Tensor) -> Tensor:

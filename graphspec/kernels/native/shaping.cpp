@@ -1,5 +1,5 @@
-// Penalties, biases and bans of logits, one row of a vocabulary at a time, and the small gathers next to them. The references define the fields; shaping.py
-// fills them.
+// Penalties, biases and bans of logits, one row of a vocabulary at a time, the small gathers next to them, and rows of masks. The references define the
+// fields; shaping.py fills them.
 
 #include <algorithm>
 #include <cmath>
@@ -10,6 +10,7 @@
 
 #include "row_program.h"
 #include "simd.h"
+#include "words.h"
 
 namespace {
 
@@ -221,6 +222,71 @@ void put_first(const PutFirst& c) {
   }
 }
 
+struct AppendMasks {
+  int64_t* token;
+  uint8_t* valid;
+  int64_t *slot, *position, *ancestors;
+  float* feature;
+  int64_t* row;
+  uint8_t* proposing;
+  int64_t* next;
+  const int64_t* window_token;
+  const float* window_feature;
+  const int64_t *begin, *known;
+  const float* mask_feature;
+  int64_t lanes, width, features, mask_token, masks, shift, words;
+};
+
+void append_masks(const AppendMasks& c) {
+  const int64_t entries = c.width + c.masks;
+  for (int64_t b = 0; b < c.lanes; ++b) {
+    const int64_t known = c.known[b], count = known > 0 ? known + c.masks : 0;
+    for (int64_t u = 0; u < entries; ++u) {
+      const int64_t at = b * entries + u, from = b * c.width + u;
+      const bool valid = u < count, mask = valid && u >= known;
+      c.token[at] = mask ? c.mask_token : u < c.width ? c.window_token[from] : -1;
+      c.valid[at] = valid;
+      c.slot[at] = c.begin[b] + u;
+      c.position[at] = c.begin[b] + u - c.shift;
+      for (int64_t x = 0; x < c.words; ++x) c.ancestors[at * c.words + x] = valid ? causal_word(u, x) : 0;
+      float* feature = c.feature + at * c.features;
+      if (mask || u < c.width)
+        std::copy_n(mask ? c.mask_feature : c.window_feature + from * c.features, c.features, feature);
+      else
+        std::fill_n(feature, c.features, 0.0f);
+    }
+    for (int64_t s = 0; s <= c.masks; ++s) {
+      const int64_t at = b * (c.masks + 1) + s;
+      c.row[at] = std::max<int64_t>(known - 1, 0) + s;
+      c.proposing[at] = known > 0;
+      c.next[at] = c.begin[b] + c.row[at] + 1;
+    }
+  }
+}
+
+struct MaskBlock {
+  int64_t* token;
+  uint8_t* valid;
+  int64_t *slot, *position, *ancestors, *proposed;
+  const int64_t *window_token, *known, *next;
+  int64_t lanes, width, mask_token, rows, steps, shift, words;
+};
+
+void mask_block(const MaskBlock& c) {
+  for (int64_t b = 0; b < c.lanes; ++b) {
+    const int64_t known = c.known[b];
+    for (int64_t t = 0; t < c.rows; ++t) {
+      const int64_t at = b * c.rows + t;
+      c.token[at] = known <= 0 ? -1 : t == 0 ? c.window_token[b * c.width + known - 1] : c.mask_token;
+      c.valid[at] = known > 0;
+      c.slot[at] = c.next[b] + t;
+      c.position[at] = c.next[b] + t - c.shift;
+      for (int64_t x = 0; x < c.words; ++x) c.ancestors[at * c.words + x] = known > 0 ? causal_word(t, x) : 0;
+    }
+    for (int64_t s = 0; s < c.steps; ++s) c.proposed[b * c.steps + s] = c.next[b] + s;
+  }
+}
+
 struct Rows {
   char* out;
   const char* from;
@@ -246,10 +312,13 @@ void graphspec_node_paths(const char* fields, int) {
     for (int64_t n = 0; n < c.nodes; ++n) {
       const int64_t* words = c.ancestors + (b * c.nodes + n) * c.words;
       int64_t* to = c.out + (b * c.nodes + n) * c.nodes;
-      for (int64_t m = 0; m < c.nodes; ++m)
-        to[m] = m > 0 && (static_cast<uint64_t>(words[m / 64]) >> m % 64 & 1) ? c.token[b * c.nodes + m] : -1;
+      for (int64_t m = 0; m < c.nodes; ++m) to[m] = m > 0 && bit(words, m) ? c.token[b * c.nodes + m] : -1;
     }
 }
+
+void graphspec_append_masks(const char* fields, int) { append_masks(graphspec::call_of<AppendMasks>(fields)); }
+
+void graphspec_mask_block(const char* fields, int) { mask_block(graphspec::call_of<MaskBlock>(fields)); }
 
 void graphspec_put_first(const char* fields, int) { put_first(graphspec::call_of<PutFirst>(fields)); }
 

@@ -1,6 +1,11 @@
-"""Penalties, biases and bans of logits, and small gathers, in C++; contracts are next to the references, in :mod:`..sampling`."""
+"""Penalties, biases and bans of logits, small gathers, and rows of masks, in C++.
+
+Contracts are next to the references, in :mod:`..sampling` and :mod:`..tree`.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,12 +98,57 @@ def _first_shape(score: Tensor, token: Tensor, *_: object) -> tuple[Tensor, Tens
     return score.new_empty(score.shape), token.new_empty(token.shape)
 
 
+def _append_masks(
+    token_BA: Tensor, feature_BAF: Tensor, begin_B: Tensor, known_B: Tensor, mask_feature_F: Tensor, mask_token: int, masks: int,
+    shift: int, num_words: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    require("feature", feature_BAF, torch.float32)
+    require("mask feature", mask_feature_F, torch.float32)
+    out = _masked_shape(token_BA, feature_BAF, masks, shift, num_words)
+    read = map(dense, (token_BA, feature_BAF, begin_B, known_B, mask_feature_F))
+    call("append_masks", (*out, *read), *feature_BAF.shape, mask_token, masks, shift, num_words)
+    return out
+
+
+def _masked_shape(token_BA: Tensor, feature_BAF: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    masks, _, num_words = rest[-3:]
+    lanes, entries, steps = token_BA.shape[0], token_BA.shape[1] + masks, masks + 1
+
+    def new(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return token_BA.new_empty((lanes, *shape), dtype=dtype)
+
+    return (
+        new(entries), new(entries, dtype=torch.bool), new(entries), new(entries), new(entries, num_words),
+        feature_BAF.new_empty(lanes, entries, feature_BAF.shape[2]), new(steps), new(steps, dtype=torch.bool), new(steps),
+    )  # fmt: skip
+
+
+def _mask_block(
+    token_BA: Tensor, known_B: Tensor, next_B: Tensor, mask_token: int, rows: int, steps: int, shift: int, num_words: int
+) -> tuple[Tensor, ...]:
+    out = _block_shape(token_BA, known_B, next_B, mask_token, rows, steps, shift, num_words)
+    read = map(dense, (token_BA, known_B, next_B))
+    call("mask_block", (*out, *read), *token_BA.shape, mask_token, rows, steps, shift, num_words)
+    return out
+
+
+def _block_shape(token_BA: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    rows, steps, _, num_words = rest[-4:]
+
+    def new(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return token_BA.new_empty((token_BA.shape[0], *shape), dtype=dtype)
+
+    return new(rows), new(rows, dtype=torch.bool), new(rows), new(rows), new(rows, num_words), new(steps)
+
+
 penalise = implement("penalise", _penalise, _shape)
 """The op of this name in C++, as below."""
 mask_tokens = implement("mask_tokens", _mask_tokens, _shape)
 bias_logits = implement("bias_logits", _bias_logits, _shape)
 ban_words = implement("ban_words", _ban_words, _shape)
+append_masks = implement("append_masks", _append_masks, _masked_shape)
+put_first = implement("put_first", _put_first, _first_shape)
+mask_block = implement("mask_block", _mask_block, _block_shape)
 node_paths = define_op("node_paths", _node_paths, _paths_shape)
 """:meth:`graphspec.kernels.registry.KernelSet.node_paths` in C++, as below."""
 take_rows = define_op("take_rows", _take_rows, _rows_shape)
-put_first = define_op("put_first", _put_first, _first_shape)

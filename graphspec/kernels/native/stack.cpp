@@ -16,13 +16,14 @@
 
 namespace {
 
-// Both are filled by graphspec/kernels/native/stack.py, which knows the same order. Offsets are bytes into the weights; -1: there is none.
+// Both are filled by graphspec/kernels/native/stack.py, which knows the same order. Offsets are bytes into the weights; -1: there is none. Layers
+// without an `out` only write keys and values, all of the same input; a stack has no other layers then.
 struct LayerPlan {
   int64_t input_norm, qkv, qkv_code, qkv_bias, query_norm, key_norm, out, out_code, out_bias;
   int64_t mlp_norm, gate_up, gate_up_code, gate_up_bias, down, down_code, down_bias;
   int64_t out_norm, down_norm;  // of what a block adds
   int64_t sinks;
-  int64_t input_size, intermediate, window, kv_layer, tap, rope_rows;
+  int64_t input_size, intermediate, window, kv_layer, tap, rope_rows, whole;  // whole: each token sees what the last one sees
 };
 struct StackPlan {
   int64_t layers, hidden, heads, groups, dim, rotary, gated, gelu, final_norm, last_tap;
@@ -53,10 +54,16 @@ constexpr int64_t ROWS = 16;
 
 constexpr int64_t PAIRS = BLOCK / 2;
 
+// What queries see depends on these two of a layer.
+struct View {
+  int64_t window, whole;
+};
+
 struct Workspace {
   Floats residual, normed, qkv, mixed, act, block;
   std::vector<Visible> see;
-  std::vector<int64_t> windows, begin;
+  std::vector<View> views;
+  std::vector<int64_t> begin, ancestors;
   Attending attending;
 };
 
@@ -83,12 +90,13 @@ class Stack final : public graphspec::Program {
     reserve(w_.block, rows_ * p_.hidden);
     shape_ = Shape{c_.lanes, c_.tokens, p_.heads, p_.groups, p_.dim, c_.columns, c_.page_size, c_.pages, 0, c_.num_words,
                    c_.tokens * qkv_, qkv_, (p_.gated ? 2 : 1) * p_.dim};
-    // What queries see depends on a layer's window alone.
-    w_.windows.clear();
+    w_.views.clear();
     for (int64_t l = 0; l < count_; ++l)
-      if (window_index(layers_[l].window) == static_cast<int64_t>(w_.windows.size())) w_.windows.push_back(layers_[l].window);
-    if (w_.see.size() < w_.windows.size() * c_.lanes) w_.see.resize(w_.windows.size() * c_.lanes);
-    if (static_cast<int64_t>(w_.begin.size()) < static_cast<int64_t>(w_.windows.size()) * rows_) w_.begin.resize(w_.windows.size() * rows_);
+      if (view_index(layers_[l]) == static_cast<int64_t>(w_.views.size())) w_.views.push_back({layers_[l].window, layers_[l].whole});
+    if (w_.see.size() < w_.views.size() * c_.lanes) w_.see.resize(w_.views.size() * c_.lanes);
+    const size_t views = w_.views.size() * rows_;
+    if (w_.begin.size() < views) w_.begin.resize(views);
+    if (w_.ancestors.size() < views * c_.num_words) w_.ancestors.resize(views * c_.num_words);
   }
 
   // One for what each lane sees, one for the room that takes, those of every layer, one for the final norm and the stream before it.
@@ -104,13 +112,14 @@ class Stack final : public graphspec::Program {
 
   int64_t size() const override { return rows_ * p_.hidden; }
   int chunks(int number) const override {
-    if (number == 0) return static_cast<int>(w_.windows.size() * c_.lanes);
+    if (number < FIRST && !attends(0)) return 0;
+    if (number == 0) return static_cast<int>(w_.views.size() * c_.lanes);
     if (number == 1) return 1;
     if (number == phases() - 1) return (normed_at_end_ || tapped_at_end_) && !c_.kv_only ? row_chunks() : 0;
     const int64_t l = (number - FIRST) / PHASES;
     const LayerPlan& layer = layers_[l];
     const int phase = (number - FIRST) % PHASES;
-    if (c_.kv_only && l == count_ - 1 && phase > QKV) return 0;
+    if (phase > QKV && !attends(l)) return 0;
     switch (phase) {
       case INPUT_NORM: return layer.input_norm >= 0 && rows_ > ROWS ? row_chunks() : 0;
       case QKV: return block_chunks(blocks(qkv_), each_qkv_);
@@ -125,7 +134,7 @@ class Stack final : public graphspec::Program {
 
   void work(int number, int chunk) override {
     if (number == 0) return see(chunk);
-    if (number == 1) return w_.attending.reserve(w_.see.data(), w_.windows.size());
+    if (number == 1) return w_.attending.reserve(w_.see.data(), w_.views.size());
     if (number == phases() - 1) return end(chunk);
     const int64_t l = (number - FIRST) / PHASES;
     const LayerPlan& layer = layers_[l];
@@ -150,29 +159,39 @@ class Stack final : public graphspec::Program {
   static int64_t pairs(int64_t intermediate) { return (intermediate + PAIRS - 1) / PAIRS; }
   const void* at(int64_t offset) const { return c_.weights + offset; }
   const float* floats(int64_t offset) const { return offset < 0 ? nullptr : reinterpret_cast<const float*>(c_.weights + offset); }
-  const float* entering(int64_t l) const { return l == 0 ? c_.residual : w_.residual.data(); }
+  // Whether a layer does more than to write keys and values.
+  bool attends(int64_t l) const { return layers_[l].out >= 0 && !(c_.kv_only && l == count_ - 1); }
+  const float* entering(int64_t l) const { return l == 0 || layers_[l].out < 0 ? c_.residual : w_.residual.data(); }
   Pool pool() const { return {c_.pool, c_.pool_code}; }
   float* leaving(int64_t l) const { return l == count_ - 1 && !normed_at_end_ ? c_.out : w_.residual.data(); }
   int row_chunks() const { return static_cast<int>((rows_ + ROWS - 1) / ROWS); }
   static int block_chunks(int64_t count, int64_t each) { return static_cast<int>((count + each - 1) / each); }
-  int64_t window_index(int64_t window) const {
+  int64_t view_index(const LayerPlan& layer) const {
     int64_t i = 0;
-    while (i < static_cast<int64_t>(w_.windows.size()) && w_.windows[i] != window) ++i;
+    while (i < static_cast<int64_t>(w_.views.size()) && (w_.views[i].window != layer.window || w_.views[i].whole != layer.whole)) ++i;
     return i;
   }
 
-  const Visible* seen(const LayerPlan& layer) const { return w_.see.data() + window_index(layer.window) * c_.lanes; }
+  const Visible* seen(const LayerPlan& layer) const { return w_.see.data() + view_index(layer) * c_.lanes; }
 
   void see(int chunk) {
-    const int64_t lane = chunk % c_.lanes, window = w_.windows[chunk / c_.lanes];
-    int64_t* begin = w_.begin.data() + chunk / c_.lanes * rows_;
+    const int64_t lane = chunk % c_.lanes, view = chunk / c_.lanes, window = w_.views[view].window;
+    int64_t* begin = w_.begin.data() + view * rows_;
     for (int64_t i = lane * c_.tokens; i < (lane + 1) * c_.tokens; ++i)
       begin[i] = c_.begin[i] + (window < 0 ? 0 : std::max<int64_t>(0, c_.position[i] - window + 1));
     Visible& v = w_.see[chunk];
-    if (c_.ancestors != nullptr)
-      see_tree(v, shape_, lane, begin, c_.end, c_.ancestors);
-    else
+    if (c_.ancestors != nullptr) {
+      const int64_t* ancestors = c_.ancestors;
+      if (w_.views[view].whole) {
+        int64_t* own = w_.ancestors.data() + view * rows_ * c_.num_words;
+        const int64_t* last = ancestors + ((lane + 1) * c_.tokens - 1) * c_.num_words;
+        for (int64_t i = lane * c_.tokens; i < (lane + 1) * c_.tokens; ++i) std::copy_n(last, c_.num_words, own + i * c_.num_words);
+        ancestors = own;
+      }
+      see_tree(v, shape_, lane, begin, c_.end, ancestors);
+    } else {
       see_chunk(v, shape_, lane, begin, c_.slot, c_.valid);
+    }
     v.list(c_.table + lane * c_.columns, c_.columns * c_.page_size, c_.page_size);
   }
 

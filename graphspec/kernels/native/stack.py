@@ -51,6 +51,8 @@ class Product:
 class Layer:
     """One decoder layer, all of it float32.
 
+    Without ``out``, ``gate_up`` and ``down`` it only writes keys and values, of the stack's input; then all layers of the stack do.
+
     Attributes:
         input_norm: weights of the norm before the attention; None: no norm.
         qkv: queries, each followed by its gate if there are gates, then keys, then values.
@@ -64,6 +66,7 @@ class Layer:
         out_norm, down_norm: weights of the norm of what attention and MLP add; None: no norm.
         rope_rows: rows of the table of angles before those of this layer.
         sink_Q: a score of each head that has no value; None: there are none.
+        whole: among the tokens of a tree each sees what the lane's last one sees, in place of its own ancestors.
         tap: index of the residual stream that enters this layer among the features; None: not tapped.
     """
 
@@ -71,10 +74,10 @@ class Layer:
     qkv: Product
     query_norm: Tensor | None
     key_norm: Tensor | None
-    out: Product
+    out: Product | None
     mlp_norm: Tensor | None
-    gate_up: Product
-    down: Product
+    gate_up: Product | None
+    down: Product | None
     window: int | None
     kv_layer: int
     tap: int | None = None
@@ -82,6 +85,7 @@ class Layer:
     down_norm: Tensor | None = None
     rope_rows: int = 0
     sink_Q: Tensor | None = None
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +123,19 @@ class _Blob:
         self.size += data.numel() + room
         return offset
 
-    def product(self, product: Product) -> tuple[int, int, int]:
+    def product(self, product: Product | None) -> tuple[int, int, int]:
+        if product is None:
+            return -1, 0, -1
         pack = pack_linear if isinstance(product.weight, Tensor) else pack_segments
         packed = pack(product.weight, product.stored, product.activations)  # type: ignore[arg-type]
         return self.add(packed), code_of(packed), self.add(product.bias)
 
 
-def stacking_obstacle(*products: Product, gate_up: Product) -> str | None:
+def stacking_obstacle(*products: Product, gate_up: Product | None = None) -> str | None:
     """Why a layer of these products can't be in a stack, in a few words; None: it can."""
     if any(segment.shape[0] % BLOCK for product in products for segment in product.segments[:-1]):
         return f"rows of a format that are no multiple of {BLOCK}"
-    return "gates and ups of different formats" if len(gate_up.segments) > 1 else None
+    return "gates and ups of different formats" if gate_up is not None and len(gate_up.segments) > 1 else None
 
 
 def _interleaved(product: Product) -> Product:
@@ -159,19 +165,23 @@ def pack_stack(shape: StackShape, layers: Sequence[Layer], final_norm: Tensor | 
     """
     blob, rows = _Blob(), []
     for layer in layers:
-        tensors = (layer.input_norm, layer.qkv.bias, layer.query_norm, layer.key_norm, layer.out.bias, layer.mlp_norm)
-        for tensor in (*tensors, layer.gate_up.bias, layer.down.bias, layer.out_norm, layer.down_norm, layer.sink_Q):
+        biases = [product.bias for product in (layer.qkv, layer.out, layer.gate_up, layer.down) if product is not None]
+        norms = (layer.input_norm, layer.query_norm, layer.key_norm, layer.mlp_norm, layer.out_norm, layer.down_norm)
+        for tensor in (*biases, *norms, layer.sink_Q):
             if tensor is not None:
                 require("weights", tensor, torch.float32)
         input_norm, qkv = blob.add(layer.input_norm), blob.product(layer.qkv)
-        norms, out = (blob.add(layer.query_norm), blob.add(layer.key_norm)), blob.product(layer.out)
-        mlp_norm, gate_up, down = blob.add(layer.mlp_norm), blob.product(_interleaved(layer.gate_up)), blob.product(layer.down)
+        of_heads, out = (blob.add(layer.query_norm), blob.add(layer.key_norm)), blob.product(layer.out)
+        gate_up = None if layer.gate_up is None else _interleaved(layer.gate_up)
+        mlp_norm, gates, down = blob.add(layer.mlp_norm), blob.product(gate_up), blob.product(layer.down)
         added = blob.add(layer.out_norm), blob.add(layer.down_norm), blob.add(layer.sink_Q)
-        sizes = layer.qkv.shape[1], layer.down.shape[1]
+        sizes = layer.qkv.shape[1], 0 if layer.down is None else layer.down.shape[1]
         window, tap = (-1 if value is None else value for value in (layer.window, layer.tap))
-        rows += [input_norm, *qkv, *norms, *out, mlp_norm, *gate_up, *down, *added, *sizes, window, layer.kv_layer, tap, layer.rope_rows]
+        places = (window, layer.kv_layer, tap, layer.rope_rows, layer.whole)
+        rows += [input_norm, *qkv, *of_heads, *out, mlp_norm, *gates, *down, *added, *sizes, *places]
     *integers, eps, scale, softcap = astuple(shape)
-    head = [len(layers), layers[0].down.shape[0], *integers, blob.add(final_norm), -1 if last_tap is None else last_tap]
+    hidden = layers[0].qkv.shape[1] if layers[0].down is None else layers[0].down.shape[0]
+    head = [len(layers), hidden, *integers, blob.add(final_norm), -1 if last_tap is None else last_tap]
     return use_huge_pages(torch.cat(blob.parts)), torch.tensor([*head, bits(eps), bits(scale), bits(softcap), *rows], dtype=torch.int64)
 
 

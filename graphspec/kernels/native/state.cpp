@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "call.h"
+#include "words.h"
 
 namespace {
 
@@ -21,14 +22,6 @@ float real(int64_t word) {
   std::memcpy(&out, &low, sizeof out);
   return out;
 }
-
-// Word x of the words in which bits 0 to n are set.
-int64_t causal_word(int64_t n, int64_t x) {
-  if (x != n >> 6) return x < n >> 6 ? -1 : 0;
-  return static_cast<int64_t>(~(~uint64_t{1} << (n & 63)));
-}
-
-bool bit(const int64_t* words, int64_t n) { return static_cast<uint64_t>(words[n >> 6]) >> (n & 63) & 1; }
 
 struct Mail {
   const int64_t* mail;
@@ -118,48 +111,6 @@ void draft_window(const WindowCall& c) {
         std::copy_n(feature, c.features, c.feature + at * c.features);
       else
         std::fill_n(c.feature + at * c.features, c.features, 0.0f);
-    }
-  }
-}
-
-struct AppendMasks {
-  int64_t* token;
-  uint8_t* valid;
-  int64_t *slot, *position, *ancestors;
-  float* feature;
-  int64_t* row;
-  uint8_t* proposing;
-  int64_t* next;
-  const int64_t* window_token;
-  const float* window_feature;
-  const int64_t *begin, *known;
-  const float* mask_feature;
-  int64_t lanes, width, features, mask_token, masks, shift, words;
-};
-
-void append_masks(const AppendMasks& c) {
-  const int64_t entries = c.width + c.masks;
-  for (int64_t b = 0; b < c.lanes; ++b) {
-    const int64_t known = c.known[b], count = known > 0 ? known + c.masks : 0;
-    for (int64_t u = 0; u < entries; ++u) {
-      const int64_t at = b * entries + u, from = b * c.width + u;
-      const bool valid = u < count, mask = valid && u >= known;
-      c.token[at] = mask ? c.mask_token : u < c.width ? c.window_token[from] : -1;
-      c.valid[at] = valid;
-      c.slot[at] = c.begin[b] + u;
-      c.position[at] = c.begin[b] + u - c.shift;
-      for (int64_t x = 0; x < c.words; ++x) c.ancestors[at * c.words + x] = valid ? causal_word(u, x) : 0;
-      float* feature = c.feature + at * c.features;
-      if (mask || u < c.width)
-        std::copy_n(mask ? c.mask_feature : c.window_feature + from * c.features, c.features, feature);
-      else
-        std::fill_n(feature, c.features, 0.0f);
-    }
-    for (int64_t s = 0; s <= c.masks; ++s) {
-      const int64_t at = b * (c.masks + 1) + s;
-      c.row[at] = std::max<int64_t>(known - 1, 0) + s;
-      c.proposing[at] = known > 0;
-      c.next[at] = c.begin[b] + c.row[at] + 1;
     }
   }
 }
@@ -451,8 +402,6 @@ extern "C" {
 void graphspec_mail_apply(const char* fields, int) { mail_apply(graphspec::call_of<Mail>(fields)); }
 
 void graphspec_draft_window(const char* fields, int) { draft_window(graphspec::call_of<WindowCall>(fields)); }
-
-void graphspec_append_masks(const char* fields, int) { append_masks(graphspec::call_of<AppendMasks>(fields)); }
 
 void graphspec_host_tree(const char* fields, int) { host_tree(graphspec::call_of<HostTree>(fields)); }
 

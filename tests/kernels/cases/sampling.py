@@ -160,3 +160,19 @@ def sample_tokens(generator: Generator) -> list[Case]:
         case(3, 2, 130, True, False, False),
         case(2, 2, 257, True, True, False),
     ]
+
+
+def put_first(generator: Generator) -> list[Case]:
+    """Some rows on the forced path, some off it; forced tokens that are among the continuations, at every place, and others."""
+
+    def case(lanes: int, rows: int, topk: int, depth: int, drafted: int | None) -> Case:
+        token = torch.stack([torch.randperm(topk + 3, generator=generator)[:topk] for _ in range(lanes * rows)])
+        path = None if drafted is None else torch.randint(0, 2, (lanes, rows, drafted), generator=generator)
+        return {
+            "score_BTK": torch.randn(lanes, rows, topk, generator=generator).sort(descending=True).values,
+            "token_BTK": token.view(lanes, rows, topk),
+            "forced_BS": torch.randint(-1, topk + 3 if drafted is None else 2, (lanes, depth), generator=generator),
+            "path_BTs": path,
+        }
+
+    return [case(1, 1, 1, 1, 0), case(4, 7, 5, 7, None), case(5, 6, 4, 3, 2), case(3, 2, 16, 2, 1), case(6, 3, 1, 3, None)]

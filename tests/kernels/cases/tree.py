@@ -272,6 +272,24 @@ def append_masks(generator: Generator) -> list[Case]:
     return [case(1, 1, 1, 0, 1, 1), case(4, 6, 37, 3, 1, 1), case(3, 60, 5, 7, 0, 2), case(2, 3, 130, 1, 0, 1)]
 
 
+def mask_block(generator: Generator) -> list[Case]:
+    def case(lanes: int, width: int, rows: int, steps: int, shift: int, num_words: int) -> Case:
+        known = torch.randint(0, width + 1, (lanes,), generator=generator)
+        known[0] = width
+        return {
+            "token_BA": torch.randint(0, 99, (lanes, width), generator=generator).masked_fill(torch.arange(width) >= known[:, None], -1),
+            "known_B": known,
+            "next_B": torch.randint(1, 2**40, (lanes,), generator=generator),
+            "mask_token": 101,
+            "rows": rows,
+            "steps": steps,
+            "shift": shift,
+            "num_words": num_words,
+        }
+
+    return [case(1, 1, 1, 1, 1, 1), case(4, 6, 5, 4, 1, 1), case(3, 3, 65, 64, 0, 2), case(2, 8, 16, 3, 1, 2)]
+
+
 def host_tree(generator: Generator) -> list[Case]:
     def case(lanes: int, nodes: int, capacity: int, trees_at: int) -> Case:
         rows, entries = lanes + 2, torch.arange(capacity)

@@ -142,7 +142,8 @@ def test_every_op_that_sums_is_fused(pair: Pair) -> None:
     one, or a few candidates, is always the compiler's.
     """
     compiled = {
-        "append_masks", "ban_words", "bias_logits", "forced_run", "host_tree", "mask_tokens", "node_contexts", "note_tokens", "penalise",
+        "append_masks", "ban_words", "bias_logits", "forced_run", "host_tree", "mask_block", "mask_tokens", "node_contexts", "note_tokens",
+        "penalise", "put_first",
     }  # fmt: skip
     references = select_kernels("reference", "reference", "cpu")
     for numerics, sums in (("fast", {"head_product", "sum_squares"}), ("cycle_invariant", set()), ("batch_invariant", set())):
