@@ -5,9 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import cast
 
+import torch
+
 from ...graphs.stages.stage import Build, Stage
 from ...kernels.linear.linear import stream_rows
 from ...kernels.sampling.noise import computed_once
+from ...kernels.tree.tree_build import causal_words
 from ...plan.buffers import Views
 from ..heads.beams import MarginalStage
 from .network import DFlashDraft
@@ -37,8 +40,10 @@ class DFlash(MarginalStage):
         )
         block = partial(self.attend, v, position_BT, valid_BT, slot_BT, next_B)
         causal = block(words_BTX)
-        # A stack knows which of its layers see the whole block.
-        full = causal if network.stack is not None else block(computed_once(words_BTX[:, -1:].expand_as(words_BTX).contiguous()))
+        full = causal
+        if network.stack is None:  # which itself knows which of its layers see the whole block
+            whole_X = causal_words(rows, self.plan.num_words, token_BA.device)[-1]
+            full = block(computed_once(torch.where(valid_BT[..., None], whole_X, 0)))
         block_BTH = network.block(token_BT, full, causal)
         first = 0 if network.facts.from_anchor else 1
         self.fill_pool(v, network.logits(stream_rows(block_BTH, first, first + steps)), proposed_BS)

@@ -59,7 +59,7 @@ def mask_block(
 
     Args:
         token_BA: of :func:`~graphspec.kernels.tree.draft_window.draft_window`; the last known entry is the root.
-        known_B: int64, how many entries are known. next_B: int64, slot of the block's first row.
+        known_B: int64, how many entries are known. next_B: int64, slot of the block's first row, not negative where an entry is known.
         mask_token, rows, steps: static; T rows, S steps.
         shift: static, RoPE position = slot - shift.
         num_words: X, static, ``64 * X >= T``.
@@ -73,7 +73,7 @@ def mask_block(
     # Computed once, not again in every layer that reads them; each from the one before, so that one kernel computes all.
     slot_BT = computed_once(next_B[:, None] + row_T)
     position_BT = computed_once(slot_BT - shift)
-    valid_BT = computed_once((known_B[:, None] > 0).expand_as(slot_BT).contiguous())
+    valid_BT = computed_once((known_B[:, None] > 0) & (slot_BT >= 0))
     token_BT = torch.where(valid_BT, torch.where(row_T == 0, root_B1, mask_token), -1)
     words_BTX = computed_once(torch.where(valid_BT[..., None], causal_words(rows, num_words, token_BA.device), 0))
     return token_BT, valid_BT, slot_BT, position_BT, words_BTX, next_B[:, None] + torch.arange(steps, device=next_B.device)
