@@ -214,6 +214,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--out", type=Path, default=ROOT / "perf" / "results", help="folder of the result file")
     args = parser.parse_args(argv)
+    for key in ("prompts", "max_tokens", "rows"):
+        if vars(args)[key] < 1:
+            parser.error(f"--{key.replace('_', '-')}: expected at least 1, found {vars(args)[key]}")
     file = result_file(args.out, "same-bits")
     with tempfile.TemporaryDirectory() as work:
         right = run(args, Path(work), file)

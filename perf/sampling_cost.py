@@ -33,6 +33,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "temperature 1, top_k 50": {"temperature": 1.0, "top_k": 50, "seed": 1},
     "temperature 1, min_p 0.05": {"temperature": 1.0, "min_p": 0.05, "seed": 1},
     "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.2},
+    "a logit bias": {"logit_bias": {1: -100.0, 2: 5.0, 3: 0.5}},
+    "bad words": {"bad_words": ["however", "In conclusion"]},
     "5 log-probabilities": {"logprobs": 5},
     "JSON by a schema": {"structured": Structured(json_schema=SCHEMA), "ignore_eos": False},
 }
